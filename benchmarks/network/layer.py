@@ -15,7 +15,7 @@ from jax_moe_lb.layer.systems import System
 from jax_moe_lb.routing import ForceBalanced
 from jax_moe_lb.sim import Work
 from jax_moe_lb.sim.stream_model import Latency, latency
-from jax_moe_lb.transport import Codec, ExpertDomains, GatherExpertDomain, hybrid_mesh
+from jax_moe_lb.transport import Codec, CodecBase, ExpertDomains, GatherExpertDomain, hybrid_mesh
 
 MESH_SHAPE, MESH_AXES = (2, 2), ("dc", "gpu")
 RANKS_PER_DC = MESH_SHAPE[1]
@@ -77,8 +77,8 @@ class Choice:
 
     @property
     def codec(self) -> Codec:
-        """Codec with a shared expert."""
-        return Codec(self.ratio)
+        """Codec with a shared expert, and with whole gradients."""
+        return Codec(self.ratio, CodecBase.SHARED, gradient_ratio=1.0) if self.ratio > 1 else Codec()
 
     @property
     def compresses(self) -> bool:

@@ -33,12 +33,12 @@ from models.training.step import Programs, make_programs
 
 CODECS = {
     "ratio 1": Codec(),
-    "ratio 10, shared": Codec(10.0),
-    "ratio 10, alone": Codec(10.0, CodecBase.ZERO),
-    "ratio 10, remembered": Codec(10.0, CodecBase.REMEMBERED),
-    "ratio 50, shared": Codec(50.0),
-    "ratio 50, alone": Codec(50.0, CodecBase.ZERO),
-    "ratio 50, remembered": Codec(50.0, CodecBase.REMEMBERED),
+    "ratio 10, shared": Codec(10.0, CodecBase.SHARED, 1.0),
+    "ratio 10, alone": Codec(10.0, CodecBase.ZERO, 1.0),
+    "ratio 10, remembered": Codec(10.0, CodecBase.REMEMBERED, 1.0),
+    "ratio 50, shared": Codec(50.0, CodecBase.SHARED, 1.0),
+    "ratio 50, alone": Codec(50.0, CodecBase.ZERO, 1.0),
+    "ratio 50, remembered": Codec(50.0, CodecBase.REMEMBERED, 1.0),
 }
 AVERAGED_STEPS = 20
 """Number of last steps over which the final loss is averaged."""

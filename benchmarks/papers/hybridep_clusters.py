@@ -8,7 +8,7 @@ from scipy.optimize import least_squares
 from jax_moe_lb.advise.advise import chosen_migration
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, Report, Step, simulate, simulate_uniform
-from jax_moe_lb.transport import Codec
+from jax_moe_lb.transport import Codec, CodecBase
 
 MIB = 2**20
 GPUS = 8
@@ -16,7 +16,9 @@ BLOCKS, HIDDEN, SEQUENCE = 12, 768, 256
 EXPERTS, EXPERT_BYTES = 32, 18 * MIB
 """Expert size of Table V in float32; a fiftieth of it is the paper's 0.36 MB."""
 
-NO_CODEC, SR = Codec(), Codec(50.0)
+NO_CODEC, SR = Codec(), Codec(50.0, CodecBase.SHARED, gradient_ratio=1.0)
+"""No compression, and that of the paper, which has no word on gradients."""
+
 DATACENTERS = {"S": 1, "M": 2, "L": 4}
 STEP = Step(recompute=False, exchange_counts=False)
 """PyTorch keeps the residuals; with even gates no counts are exchanged."""
@@ -98,7 +100,7 @@ def migration(shape: ModelShape, machine: Cluster, codec: Codec, sizes: tuple[in
 
 
 def in_library(migration: Migration) -> Migration:
-    """Return a migration as run by this library: gradients encoded as experts, and the mean first."""
+    """Return a migration of the paper's codec in this library: gradients encoded as experts, and the mean first."""
     codec = replace(migration.codec, gradient_ratio=migration.codec.ratio)
     return Migration(migration.domain_sizes, codec)
 

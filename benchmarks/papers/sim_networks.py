@@ -30,7 +30,7 @@ from benchmarks.render.results import Table, Value, load
 from jax_moe_lb import Buffers, plain
 from jax_moe_lb.core.plan import rows_between
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, Report, simulate
-from jax_moe_lb.transport import Codec
+from jax_moe_lb.transport import Codec, CodecBase
 
 RESULTS = Path(__file__).parents[1] / "results"
 Row = dict[str, Any]
@@ -61,7 +61,7 @@ def simulated(row: Row, rate: float = 1.0) -> Report:
     cluster = Cluster((wan, Links("gpu", 2, AT_ONCE)), AnalyticGemm(AT_ONCE, 0.0, 0.0))
     copies = model.tokens * model.per_token // model.experts
     counts = np.full((cluster.num_ranks, model.experts), copies, np.int32)
-    migration = Migration((row["dc"], row["gpu"]), Codec(row["ratio"]))
+    migration = Migration((row["dc"], row["gpu"]), Codec(row["ratio"], CodecBase.SHARED, gradient_ratio=1.0))
     return simulate(plain(Buffers(headroom=1.0)), model, cluster, counts, migration=migration)
 
 

@@ -50,15 +50,25 @@ def counts(case: Case, seed: int, number: int, copies: int = COPIES_PER_RANK, sh
     """Return sampled counts `[number, R, E]`, int32, one `[R, E]` per microbatch, with `copies` token copies per
     rank.
     """
-    rng = np.random.default_rng((seed, case.num_ranks))
-    normal = rng.standard_normal((number, NUM_EXPERTS))
+    return sampled(case.num_ranks, width_of(case, seed, number, copies, shape), seed, number, copies, shape)
+
+
+def width_of(case: Case, seed: int, number: int, copies: int = COPIES_PER_RANK, shape: Shape = lognormal) -> float:
+    """Return the width of the popularity whose expected mean straggler is the published one."""
+    normal = np.random.default_rng((seed, case.num_ranks)).standard_normal((number, NUM_EXPERTS))
     low, high = 0.0, 4.0
     for _ in range(30):
         middle = (low + high) / 2
         enough = copies * _straggler(_shares(shape(normal, middle)), case.num_ranks) >= case.straggler
         low, high = (low, middle) if enough else (middle, high)
-    shares = _shares(shape(normal, high))
-    return rng.multinomial(copies, shares[:, None], (number, case.num_ranks)).astype(np.int32)
+    return high
+
+
+def sampled(num_ranks: int, width: float, seed: int, number: int, copies: int, shape: Shape = lognormal) -> np.ndarray:
+    """Return counts `[number, R, E]` of a popularity of this width, as `counts`."""
+    rng = np.random.default_rng((seed, num_ranks))
+    shares = _shares(shape(rng.standard_normal((number, NUM_EXPERTS)), width))
+    return rng.multinomial(copies, shares[:, None], (number, num_ranks)).astype(np.int32)
 
 
 def _shares(popularity: np.ndarray) -> np.ndarray:

@@ -3,6 +3,9 @@
     python -m benchmarks.render            # update every document from benchmarks/results/*.json
     python -m benchmarks.render --check    # fail if a document is out of date; also run by a test
 
+The check also fails if a result names a commit that is not in the history, unless the history is not there (a shallow
+clone, unpacked sources).
+
 A document marks the position of tables with their runs and names; the text between the marks is replaced. Command, date
 and machine precede the first table of a run.
 
@@ -45,6 +48,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.render.history import NO_COMMIT, missing_commits
 from benchmarks.render.marks import Page
 from benchmarks.render.results import read
 
@@ -86,6 +90,13 @@ def old_plots() -> Iterator[tuple[Path, str]]:
             yield path, drawn
 
 
+def missing() -> list[str]:
+    """Return the runs whose commit is not in the history."""
+    commits = {name: record.commit for name, record in read(RESULTS).items()}
+    lost = set(missing_commits(commits.values()))
+    return [f"commit of {name} is {commit}" for name, commit in commits.items() if commit in lost]
+
+
 def draw(path: Path, drawn: str) -> None:
     """Write one plot."""
     from benchmarks.render.plots import figures_of, svg
@@ -108,9 +119,13 @@ def write_documents() -> None:
 def main() -> None:
     """Write all documents, or print the out-of-date ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="Fail if a document is out of date; write no file.")
+    parser.add_argument(
+        "--check", action="store_true", help="Fail if a document is out of date or a commit is missing."
+    )
     given = parser.parse_args()
     if not given.check:
         write_documents()
     elif old := [str(path.relative_to(ROOT)) for path, _ in (*changed(), *old_plots())]:
         sys.exit(f"{', '.join(old)}: out of date; run python -m benchmarks.render")
+    elif lost := missing():
+        sys.exit(f"{', '.join(lost)}; expected a commit of the history, or {NO_COMMIT!r}")

@@ -1,7 +1,7 @@
 """Results of benchmarks: tables stored as JSON and rendered as Markdown.
 
 A benchmark creates `Table`s, prints them, and with `--out FILE.json` writes them with command, commit, date and
-machine:
+machine (the commit is one of the main branch, with a plus sign if the sources had changes to it):
 
     parser = argparse.ArgumentParser(description=__doc__)
     out_option(parser)
@@ -22,8 +22,6 @@ import json
 import os
 import platform
 import shlex
-import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +32,8 @@ from textwrap import wrap
 from typing import Any
 
 import numpy as np
+
+from benchmarks.render.history import commit_of_run
 
 Value = float | int | str | None | Sequence[float]
 """A number, a text, `None`, or `[median, low, high]`."""
@@ -229,7 +229,7 @@ def circumstances(accelerator: str = NO_ACCELERATOR) -> dict[str, str]:
     command = shlex.join(["python", *(["-m", module] if module else sys.argv[:1]), *_arguments()])
     return {
         "command": command,
-        "commit": _commit(),
+        "commit": commit_of_run(),
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}, "
         f"load average {os.getloadavg()[0]:.1f}; {accelerator}",
@@ -244,15 +244,3 @@ def _arguments() -> list[str]:
         at = kept.index("--out")
         del kept[at : at + 2]
     return kept
-
-
-def _commit() -> str:
-    """Return the commit, with a plus sign if the tree has changes."""
-    here = Path(__file__).parent
-    if shutil.which("git") is None:
-        return "unknown"
-    found = subprocess.run(["git", "rev-parse", "--short=10", "HEAD"], cwd=here, capture_output=True, text=True)
-    if found.returncode:
-        return "unknown"
-    changed = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no"], cwd=here, capture_output=True)
-    return found.stdout.strip() + ("+" if changed.stdout.strip() else "")

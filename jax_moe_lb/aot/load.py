@@ -41,8 +41,8 @@ class LayerLoad:
         copies: Token copies `T * K` of a rank.
         capacity: Rows `A` of a rank in one round.
         plan: Plan of the layer.
-        moved_on: `[R, S]`, rows of each home slot that the second wave serves, at home or elsewhere; None (default) for
-            one wave.
+        moved_on: `[R, S]`, rows of each home slot that the second wave serves on other ranks, the last rows of the
+            stream of their home; None (default) for one wave.
         lists: rows of a dispatch in lists; None (default) for token copies.
 
     Examples:
@@ -122,6 +122,8 @@ class LayerLoad:
         whole = self.waves[wave]
         if self.rounds == 1:
             return whole
+        if self.moved_on is not None:
+            return self._sent_in_phases(wave, self.moved_on, i)
         if wave or self.lists is not None:
             return part_of_round(whole, i, self.rounds)
         # The window of a round on the stream of each receiver, by slot and then source, or by source and then slot.
@@ -138,23 +140,32 @@ class LayerLoad:
 
         Args:
             i: Number of the round, from 0.
-            part: `all` (default) or a part of two phases: `static_wave`, `dynamic_home`, `home_wave`, which is both of
-                them, and `dynamic_wave` or `moved_wave`, the rows from other ranks.
+            part: `all` (default) or a part of two phases: `home_wave`, or `moved_wave`, the rows from other ranks.
         """
-        arriving = self.sent(0, i).sum(0)
         if self.moved_on is None:
-            return arriving
-        static = np.maximum(arriving - part_of_round(self.moved_on, i, self.rounds), 0)
-        onward = self.sent(1, i)
-        staying = np.einsum("iis->is", onward)
-        moved = onward.sum(0) - staying
-        return {
-            "static_wave": static,
-            "dynamic_home": staying,
-            "home_wave": static + staying,
-            "dynamic_wave": moved,
-            "moved_wave": moved,
-        }.get(part, static + staying + moved)
+            return self.sent(0, i).sum(0)
+        home = (self._passed(self.moved_on, i + 1) - self._passed(self.moved_on, i))[:, 0]
+        moved = self.sent(1, i).sum(0)
+        return {"home_wave": home, "moved_wave": moved}.get(part, home + moved)
+
+    def _passed(self, moved_on: Int[np.ndarray, "R S"], rounds: int) -> Int[np.ndarray, "R 2 S"]:
+        """Return the rows of each home slot in the first rounds: those that stay, and those that move."""
+        # Rows that stay are the first ones of a stream.
+        parts = np.stack([self.waves[0].sum(0) - moved_on, moved_on], 1)
+        rows = parts.reshape(len(parts), -1)
+        return np.clip(rounds * self.capacity - (rows.cumsum(1) - rows), 0, rows).reshape(parts.shape)
+
+    def _sent_in_phases(self, wave: int, moved_on: Int[np.ndarray, "R S"], i: int) -> Slices:
+        """Return the rows of a phase in round `i`, spread evenly over the rows of each expert."""
+        whole, (begin, end) = self.waves[wave], (self._passed(moved_on, rounds) for rounds in (i, i + 1))
+        if wave == 0:
+            total, begin, end = self.waves[0].sum(0), begin.sum(1), end.sum(1)
+        else:
+            held, num_home = np.maximum(self.plan.placement, 0), self.plan.num_home
+            at = held // num_home, held % num_home
+            total, begin, end = (one[at] for one in (moved_on, begin[:, 1], end[:, 1]))
+        total = np.maximum(total, 1)
+        return whole * end // total - whole * begin // total
 
     @cached_property
     def replicas(self) -> Slices:

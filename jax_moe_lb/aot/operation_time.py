@@ -63,7 +63,7 @@ class OperationTime:
         if one.kind is Kind.PLANNER:
             return self._planner(one)
         if one.kind is Kind.COPIES:
-            return self._copies(one)
+            return self._copies(one, i)
         if one.exchange is not None:
             return self._exchange(one, one.exchange, i)
         return self._kernel(one, i)
@@ -103,16 +103,18 @@ class OperationTime:
     def _served(self, one: ScheduledOperation, form: ProductForm, i: int) -> float:
         """Return the rows of a grouped product on the busiest rank."""
         # Each group is rounded up to whole tiles, unless the rates by rows include the last one.
-        rows = self._rows(one, form, i)
+        rows = self._rows(one, i)
         return float((rows if self._by_rows(form) else -(-rows // TILE) * TILE).sum(1).max())
 
-    def _rows(self, one: ScheduledOperation, form: ProductForm, i: int) -> np.ndarray:
-        """Return the rows of the groups of all ranks."""
+    def _rows(self, one: ScheduledOperation, i: int) -> np.ndarray:
+        """Return the rows of the groups of all ranks; of two phases, of the rank with the most rows in a round."""
         assert self.load is not None
-        part = one.wave or "all"
-        if part == "dynamic_wave" and form.rows == self.load.capacity:
-            part = "dynamic_home"
-        return self.load.rows(i, part)
+        rows = self.load.rows(i, one.wave or "all")
+        if self.load.moved_on is None:
+            return rows
+        # Between two exchanges no rank waits for another one but for its copies, so one rank is the slowest in all
+        # products of a round.
+        return rows[[int(np.argmax(self.load.rows(i).sum(1)))]]
 
     def _by_rows(self, form: ProductForm) -> dict[int, float]:
         """Return the measured rates by the rows of a group; empty for kernels without them."""
@@ -126,7 +128,7 @@ class OperationTime:
             return 1.0
         rows = float(form.rows / form.groups)
         if self.load is not None:
-            by_rank = self._rows(one, form, i)
+            by_rank = self._rows(one, i)
             busiest = by_rank[int(np.argmax(by_rank.sum(1)))]
             rows = float(busiest.sum() / max(1, np.count_nonzero(busiest)))
         speeds = list(curve.values())
@@ -145,7 +147,7 @@ class OperationTime:
         waves = math.ceil(tiles / device.multiprocessors)
         return speed * max(tiles / (waves * device.multiprocessors), LEAST_FILLED)
 
-    def _copies(self, one: ScheduledOperation) -> Estimate:
+    def _copies(self, one: ScheduledOperation, i: int) -> Estimate:
         """Return the time of peer copies: of weights or of rows, by the busiest rank."""
         rates, shape, load = self.machine.rates, one.exchange, self.load
         assert isinstance(rates, GpuRates)
@@ -154,7 +156,7 @@ class OperationTime:
         if load is not None:
             unit = shape.nbytes / shape.operand_rows
             if one.wave:
-                slices = load.waves[-1]
+                slices = load.sent(len(load.waves) - 1, i)
             else:
                 slices = load.replicas if shape.operand_rows == load.plan.num_home else load.replica_gradients
             # Both directions of an exchange have the same busiest rank.

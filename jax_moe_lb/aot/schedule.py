@@ -31,8 +31,8 @@ SCOPES = (
 )
 """Named scopes of a layer, which are the stages of its timeline."""
 
-WAVES = ("rows_onward", "rows_back", "static_wave", "dynamic_wave", "home_wave", "moved_wave")
-"""Named scopes of the second phase of `TwoPhase`, and of the parts of the products."""
+WAVES = ("rows_onward", "rows_back", "home_wave", "moved_wave")
+"""Named scopes of the second phase of `TwoPhase`, and of the parts of its products."""
 
 BACKWARD, OTHER = "backward/", "other"
 """Prefix of stages of the backward pass, and the stage of operations outside of all scopes."""

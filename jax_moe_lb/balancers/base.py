@@ -157,8 +157,7 @@ class Balancer(abc.ABC):
     def dynamic(self, plan: Plan) -> Bool[AnyArray, "E"]:
         """Return the experts movable by `rebalance`, before it runs; all by default.
 
-        All other experts are static: all their tokens are served at home, and `TwoPhase` serves them without waiting
-        for the plan.
+        All other experts are static: all their tokens are served at home. A plan that moves one is a fault.
 
         Args:
             plan: plan passed to `rebalance` later.
@@ -167,6 +166,18 @@ class Balancer(abc.ABC):
             `[E]` bool, True for dynamic experts.
         """
         return jnp.ones(plan.num_experts, bool)
+
+    def busiest_moved(self, num_home: int) -> int | None:
+        """Return the number of busiest experts of a rank that may move, if they move busiest first.
+
+        `TwoPhase` then puts the rows of these experts last, and the rows that stay need no copy. It leaves at home the
+        rows of plans in another order. `None` (default) if experts move in any order.
+
+        Args:
+            num_home: `L`, home experts per rank.
+        """
+        del num_home
+        return None
 
     def native_planner(self, domain: int) -> NativePlanner | None:
         """Return the C++ planner equivalent to `rebalance`; `None` (default) if there is none.

@@ -86,8 +86,12 @@ class FEPLB(Balancer):
         expert = iota(plan.num_experts)
         served = jnp.asarray(plan.quota)[expert, expert // plan.num_home]
         busiest = dynamic_experts(served.reshape(plan.num_ranks, -1), self.num_dynamic).reshape(-1)
-        # Tokens of a replicated expert are also served elsewhere, but the static wave serves at home only.
+        # Tokens of a replicated expert are also served elsewhere, but a static expert is served at home only.
         return busiest | (jnp.asarray(plan.quota).sum(1, dtype=jnp.int32) > served)
+
+    def busiest_moved(self, num_home: int) -> int | None:
+        """Return the number of dynamic experts of a rank; `None` with `skip`. See `Balancer.busiest_moved`."""
+        return None if self.skip else min(self.num_dynamic, num_home)
 
     def native_planner(self, domain: int) -> NativePlanner:
         """Return the planner applied by `rebalance`, for `domain` ranks per domain."""

@@ -6,7 +6,7 @@ usually all of it, in one copy. The rest stays at home. All ranks compute these 
 exchange of addresses.
 
     x, pending = start_onward((rows,), room, moved, window, x, route=route)
-    y = static_wave(x)
+    y = home_wave(x)
     (taken,) = join(pending, y)
 
 `move` and `move_back` do the same by an exchange. They are the fallback if ranks cannot access each other's memory, or
@@ -73,9 +73,34 @@ def moved_rows(placement: Placement, quota: Quota, first_row: Int[Array, "E"], r
     size = jnp.clip(room - before, 0, asked)
     # Empty slots add to an expert out of range, which the scatter drops.
     taken = jnp.zeros_like(quota).at[jnp.where(filled, wanted, num_experts), rank].add(size, mode="drop")
-    earlier = taken.cumsum(1, dtype=jnp.int32) - taken
     home = jnp.where(filled, wanted // num_home, num_ranks)
-    return MovedRows(home, first_row[expert] + earlier[expert, rank], size, taken)
+    return MovedRows(home, _first_of_slots(first_row, taken, expert), size, taken)
+
+
+def moved_from_the_end(
+    moved: MovedRows, placement: Placement, order: Int[Array, "R L"], first_row: Int[Array, "E"], size: Int[Array, "E"]
+) -> MovedRows:
+    """Move only the end of a stream: rows stay at home if any later row of the stream stays.
+
+    `order` has the home experts of ranks in the order of the stream, `size` the rows of all experts there.
+    """
+    num_experts, num_ranks = moved.taken.shape
+    num_home, rank = num_experts // num_ranks, iota(num_ranks)[:, None]
+    in_order = order + num_home * rank
+    is_whole = (moved.taken.sum(1, dtype=jnp.int32) == size)[in_order].astype(jnp.int32)
+    # Whether all experts behind an expert in the stream move as a whole.
+    from_here = jnp.flip(jnp.cumprod(jnp.flip(is_whole, 1), 1), 1)
+    behind = jnp.concatenate([from_here[:, 1:], jnp.ones_like(from_here[:, :1])], 1)
+    may_move = jnp.zeros_like(size).at[in_order].set(behind) > 0
+    taken, expert = jnp.where(may_move[:, None], moved.taken, 0), jnp.maximum(placement[:, num_home:], 0)
+    first = _first_of_slots(first_row + size - taken.sum(1, dtype=jnp.int32), taken, expert)
+    return MovedRows(moved.home, first, jnp.where(may_move[expert], moved.size, 0), taken)
+
+
+def _first_of_slots(first_row: Int[Array, "E"], taken: Quota, expert: PerReplica) -> PerReplica:
+    """Return the first rows of slots, from the first moving rows of experts: lower ranks take the first."""
+    earlier = taken.cumsum(1, dtype=jnp.int32) - taken
+    return first_row[expert] + earlier[expert, iota(taken.shape[1])[:, None]]
 
 
 def served_quota(quota: Quota, moved: MovedRows) -> Quota:

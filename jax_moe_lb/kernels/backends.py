@@ -120,6 +120,8 @@ class Backend:
     needs_record: bool = False
     # If True, its products can compute the activations of a network, see `mosaic_ffn`. False by default.
     fuses: bool = False
+    # If True, its sums read rows beyond the last group and multiply them by 0, so that these must not be NaN.
+    reads_tail: bool = True
 
     def why_not_for(self, product: Product) -> str | None:
         """Return the reason why it cannot compute a product, or `None`."""
@@ -209,6 +211,11 @@ def reads_parts(product: Product) -> bool:
     is_padded = min(product.widths) < TILE
     on_gpu = get_default_device().platform == "gpu"
     return on_gpu and not is_padded and choose_backend(product, "cuda").backend.takes_parts
+
+
+def reads_tail(products: Iterable[Product]) -> bool:
+    """Return whether sums on GPUs may read rows beyond the last group."""
+    return any(choose_backend(product, "cuda").backend.reads_tail for product in products)
 
 
 def fuses_activations(products: Iterable[Product]) -> bool:
@@ -442,6 +449,7 @@ BACKENDS = (
         outer=_then_add(_outer_by("triton_outer")),
         takes_parts=True,
         recorded="Triton",
+        reads_tail=False,
     ),
     Backend(
         "lax.ragged_dot",
@@ -458,6 +466,7 @@ BACKENDS = (
         why_not=lambda _: None,
         matmul=lambda product, *operands: matmul_by_blocks(*operands, transposed=product.is_transposed),
         outer=_then_add(lambda _, *operands: outer_by_blocks(*operands)),
+        reads_tail=False,
     ),
 )
 """Backends in order of preference. The last one computes every product on every platform."""

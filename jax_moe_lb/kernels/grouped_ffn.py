@@ -31,6 +31,7 @@ from jax_moe_lb.kernels.backends import (
     fuses_activations,
     products_are_by_group,
     reads_parts,
+    reads_tail,
 )
 from jax_moe_lb.kernels.grouped_matmul import grouped_matmul, grouped_outer
 from jax_moe_lb.kernels.operands import clear_tail
@@ -301,7 +302,8 @@ def _gradients_at_once(
 ) -> tuple[Rows, Float[Array, "A 1"], Experts | ExpertParts]:
     experts, inner = jax.tree.map(usual_layout, experts), _first(experts).inner_kinds
     # Clear rows beyond the groups: weight gradients sum over all rows.
-    rows, upstream = clear_tail(rows, group_sizes), clear_tail(upstream, group_sizes)
+    clear = partial(clear_tail, group_sizes=group_sizes, reads_tail=_reads_tail(rows, experts, sums_dtype))
+    rows, upstream = clear(rows), clear(upstream)
     first = _inner_products(rows, experts, group_sizes) if products is None else products
     hidden, pull_back = jax.vjp(partial(activate, _first(experts)), first)
     # With `y = hidden down`, the gradient of the row weight is `y upstream = hidden (upstream down^T)`. So this pass
@@ -315,12 +317,12 @@ def _gradients_at_once(
     (upstreams,) = pull_back((of_hidden * weights).astype(rows.dtype))
     if len(upstreams) > len(inner):
         upstreams = (jnp.concatenate(upstreams, -1),)
-    upstreams = tuple(clear_tail(part, group_sizes, are_results=True) for part in upstreams)
+    upstreams = tuple(clear(part, are_results=True) for part in upstreams)
     # On GPUs, hidden activations and gradients of weights follow the last use of the gradients of these activations:
     # `hidden` is computed once more, into their memory.
     upstreams, (first, upstream) = in_order_on_cuda(upstreams, (first, upstream))
     hidden = (activate(_first(experts), first).astype(weights.dtype) * weights).astype(rows.dtype)
-    hidden = clear_tail(hidden, group_sizes, are_results=True)
+    hidden = clear(hidden, are_results=True)
 
     num_groups = tuple(part.up.shape[0] for part in experts) if isinstance(experts, tuple) else None
 
@@ -330,7 +332,7 @@ def _gradients_at_once(
 
     def narrow(rows: Array, kind: str, *, transposed: bool = False) -> Array:
         products = grouped_matmul(rows, _kind(experts, kind), group_sizes, transposed=transposed)
-        return clear_tail(products, group_sizes)
+        return clear(products)
 
     def outers(kind: str, left: Array, right: Array) -> dict[str, Any]:
         if not _first(experts).has_adapters:
@@ -362,6 +364,18 @@ def _gradients_at_once(
         if _first(experts).trained.up_bias is not None:
             of_kinds[f"{kind}_bias"] = bias_sum(f"{kind}_bias", part)
     return of_rows, of_weights, _with_kinds(experts, of_kinds)
+
+
+def _reads_tail(rows: Rows, experts: Experts | ExpertParts, dtype: DType) -> bool:
+    """Return whether the gradients of weights may read rows beyond the groups."""
+    parts, first = tuple(part.up.shape[0] for part in _parts(experts)), _first(experts)
+    groups = parts if isinstance(experts, tuple) else parts[0]
+    # The kernels of adapters are others, for narrow matrices.
+    products = (
+        Product("outer", rows.shape[0], (matrices.shape[1], matrices.shape[2]), groups, (rows.dtype, rows.dtype), dtype)
+        for matrices in (first.up, first.down)
+    )
+    return first.has_adapters or reads_tail(products)
 
 
 def _fused_gradients(

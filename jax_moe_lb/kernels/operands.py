@@ -15,13 +15,13 @@ CLEARED_ROWS = 1024
 """Rows per loop step that clears rows beyond the last group on TPUs."""
 
 
-def clear_tail(rows: Rows, group_sizes: GroupSizes, *, are_results: bool = False) -> Rows:
-    """Set the rows beyond the last group to 0, as far as `grouped_outer` reads them."""
+def clear_tail(rows: Rows, group_sizes: GroupSizes, *, are_results: bool = False, reads_tail: bool = True) -> Rows:
+    """Set the rows beyond the last group to 0, as far as `grouped_outer` reads them; on GPUs only if it does."""
     # Kernels mask these rows by a product with 0, which propagates the NaN of uninitialized rows.
     on_tpu = _clear_all if are_results else _clear_rest
     return jax.lax.platform_dependent(
         *vary_alike((rows, group_sizes)),
-        cuda=_clear_tile,
+        cuda=_clear_tile if reads_tail else lambda rows, group_sizes: rows,
         tpu=on_tpu,
         default=lambda rows, group_sizes: rows,
     )

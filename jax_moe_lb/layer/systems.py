@@ -233,7 +233,7 @@ def feplb(
 
     Args:
         replica_slots: replica slots per rank, the maximum number of experts a rank can take; 4 by default.
-        buffers: receive buffer; by default 1.5 x mean load before balancing and as many rounds as needed.
+        buffers: receive buffer; by default 2 x mean load before balancing and as many rounds as needed.
         headroom: rows of the receive buffer x mean load; `None` (default) takes that of `buffers`.
         max_rounds: maximum number of rounds; `None` (default) takes that of `buffers`.
         dispatch: a `Dispatch` in place of `TwoPhase`, the default.
@@ -243,7 +243,7 @@ def feplb(
         >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
         ('FEPLB', 'TwoPhase', 4)
     """
-    system = System(balancers.FEPLB(), transport.PeerCopy(), transport.TwoPhase(Buffers(headroom=1.5)), replica_slots)
+    system = System(balancers.FEPLB(), transport.PeerCopy(), transport.TwoPhase(), replica_slots)
     return with_options(system, buffers, headroom, max_rounds, dispatch)
 
 

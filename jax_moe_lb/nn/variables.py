@@ -43,7 +43,7 @@ class GradientResidual(nnx.Variable):
 def keep_residuals(model: nnx.Module, gradients: nnx.State) -> nnx.State:
     """Store the residuals computed by a backward pass in the layers, and return the other gradients.
 
-    Call it after each backward pass of a model with `Codec.gradient_ratio` above 1. The gradient of a residual is its
+    Call it after each backward pass of a model whose `Codec` encodes gradients. The gradient of a residual is its
     next value: entries that were not sent, in the units of these gradients. Skip the call if the step is skipped.
 
     Args:

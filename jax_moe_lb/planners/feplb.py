@@ -28,7 +28,7 @@ def feplb(
 
 
 def feplb_planner(domain: int, num_dynamic: int, max_num_dyn: int, tau: int, skip: bool) -> NativePlanner:
-    """Return `feplb` as a value, which `TwoPhase` runs beside its static wave; the arguments are those of `feplb`."""
+    """Return `feplb` as a value, which `TwoPhase` runs beside its exchange home; the arguments are those of `feplb`."""
     options = {
         "domain": domain,
         "num_dynamic": num_dynamic,
@@ -41,8 +41,8 @@ def feplb_planner(domain: int, num_dynamic: int, max_num_dyn: int, tau: int, ski
 
 def dynamic_experts(served: Int[AnyArray, "*B L"], num_dynamic: int) -> Bool[AnyArray, "*B L"]:
     """Return the movable home experts of each rank: the `num_dynamic` with the most tokens served there."""
-    # The stable sort makes the lower of equal experts dynamic, as in C++. `TwoPhase` serves the static experts by this
-    # result, so a planner with other ties would move an expert already served at home.
+    # The stable sort makes the lower of equal experts dynamic, as in C++. `TwoPhase` orders rows by the same rule, so a
+    # planner with other ties would move rows that are not the last ones.
     order = jnp.argsort(served, axis=-1, descending=True, stable=True)
     # The argsort of the order is each expert's position in it.
     return jnp.argsort(order, axis=-1) < num_dynamic

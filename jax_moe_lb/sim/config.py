@@ -172,8 +172,8 @@ class MigrationSection(_Section):
 
     domain_sizes: tuple[CountField, ...] = Field(default=(), max_length=len(LEVEL_NAMES))
     ratio: float = 1.0
-    base: CodecBase = CodecBase.SHARED
-    gradient_ratio: float = 1.0
+    base: CodecBase = CodecBase.REMEMBERED
+    gradient_ratio: float | None = None
     gather_again: bool = False
 
     def build(self) -> Migration:

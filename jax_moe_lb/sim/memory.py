@@ -228,7 +228,7 @@ def _gathered_bytes(model: ModelShape, cluster: Cluster, migration: Migration, s
     # Such a codec encodes differences from the experts decoded last, so each rank keeps those of every layer.
     if migration.codec.remembers:
         held += model.layers * (gathered + home)
-    if migration.codec.gradient_ratio > 1 and step.backward:
+    if migration.codec.of_gradients.compresses and step.backward:
         # The residual has a part for each level that gathers: all experts gathered there.
         sizes = migration.sizes(cluster)
         parts = sum(math.prod(sizes[: at + 1]) for at, size in enumerate(sizes) if size > 1)

@@ -147,13 +147,13 @@ class ModelShape:
         return _encoded_bytes(codec, (num_experts, self.hidden, self.inner), self.itemsize, self.gated)
 
     def encoded_gradient_bytes(self, codec: Codec, num_experts: int) -> int:
-        """Count the bytes of the gradients of experts on the way home, encoded if the codec has a `gradient_ratio`.
+        """Count the bytes of the gradients of experts on their way home, encoded if the codec does so.
 
         Args:
             codec: Codec that encodes the gradients.
             num_experts: Number of experts.
         """
-        if codec.gradient_ratio == 1:
+        if not codec.of_gradients.compresses:
             return num_experts * self.expert_gradient_bytes
         shape = num_experts, self.hidden, self.inner
         return _encoded_bytes(codec.of_gradients, shape, self.gradient_itemsize, self.gated)

@@ -91,22 +91,21 @@ def rounds_of_copies(
 class MovedRounds(NamedTuple):
     """Rows of two phases by round."""
 
-    between: RowsByRound  # rows of dynamic experts from their homes to other ranks
-    static: TurnRows  # rows of static experts
-    staying: TurnRows  # rows of dynamic experts served at home
+    between: RowsByRound  # rows from their homes to other ranks
+    staying: TurnRows  # rows served at home
     moved: TurnRows  # rows served by other ranks
 
 
-def rounds_in_phases(first: Plan, second: Plan, dynamic: Bool[np.ndarray, "E"], capacity: int) -> MovedRounds:
+def rounds_in_phases(first: Plan, second: Plan, moves: Bool[np.ndarray, "E"], capacity: int) -> MovedRounds:
     """Divide the rows of two phases into the rounds of the exchange to the homes."""
     num_experts, num_ranks = second.quota.shape
     homes = np.arange(num_experts) // second.num_home
     at_home = homes[:, None] == np.arange(num_ranks)
     taken = np.where(at_home, 0, second.quota)
     stays = first.quota.sum(1) - taken.sum(1)
-    # Lower ranks take the first rows of an expert, and home keeps the last.
-    blocks = np.hstack([taken, stays[:, None]]).reshape(num_ranks, second.num_home, -1)
-    order = _order(dynamic.reshape(num_ranks, -1))
+    # Experts that move are the last ones of a stream, and home keeps the first rows of each.
+    blocks = np.hstack([stays[:, None], taken]).reshape(num_ranks, second.num_home, -1)
+    order = _order(moves.reshape(num_ranks, -1))
     stream = np.take_along_axis(blocks, order[..., None], 1)
     parts = rounds_of_stream(stream.reshape(num_ranks, -1), capacity).reshape(-1, *stream.shape)
     parts = np.take_along_axis(parts, np.argsort(order, 1)[None, ..., None], 2)
@@ -114,12 +113,10 @@ def rounds_in_phases(first: Plan, second: Plan, dynamic: Bool[np.ndarray, "E"], 
     held, rank = np.maximum(second.placement, 0), np.arange(num_ranks)[:, None]
     is_home = (second.placement >= 0) & (homes[held] == rank)
     is_taken = (second.placement >= 0) & ~is_home
-    of_home = by_expert[:, held, num_ranks]
     return MovedRounds(
-        parts[..., :num_ranks].sum(2),
-        np.where(is_home & ~dynamic[held], of_home, 0),
-        np.where(is_home & dynamic[held], of_home, 0),
-        np.where(is_taken, by_expert[:, held, rank], 0),
+        parts[..., 1:].sum(2),
+        np.where(is_home, by_expert[:, held, 0], 0),
+        np.where(is_taken, by_expert[:, held, 1 + rank], 0),
     )
 
 

@@ -141,8 +141,8 @@ class Scheduler:
         sent = self._dispatch("dispatch", _of_home(work), at, (*counted, *told))
         held += self._weights("weights", work, at, (*planned, *sent))
         held += self._exchanges("rows", second.dispatch, at, (*planned, *sent), work.engine, second.rounds)
-        static = self._experts("", first, at, sent, 1.0)
-        return self._home_and_back("", work, at, self._experts("", second, at, (*static, *held), 1.0))
+        at_home = self._experts("", first, at, sent, 1.0)
+        return self._home_and_back("", work, at, self._experts("", second, at, (*at_home, *held), 1.0))
 
     def _backward_in_phases(self, work: LayerWork, at: int, ready: tuple[Task, ...]) -> tuple[Task, ...]:
         held = self._exchanges("gather" + BACKWARD, work.gather if work.gather_again else (), at, ready)
@@ -155,16 +155,8 @@ class Scheduler:
         held += self._exchanges(
             "rows" + BACKWARD, onward, at, sent, work.engine, self._messages(BACKWARD, second, sends)
         )
-        # The plan is known, so all rows staying at home are computed during the moves.
-        is_home = np.arange(second.rows.shape[1]) < work.num_home
-        staying = replace(first, rows=first.rows + np.where(is_home, second.rows, 0))
-        moved = replace(second, rows=np.where(is_home, 0, second.rows))
-        if first.turns is not None and second.turns is not None:
-            rounds = len(first.turns)
-            staying = replace(staying, turns=first.turns + second.turns[:rounds])
-            moved = replace(moved, turns=second.turns[rounds:])
-        at_home = self._experts(BACKWARD, staying, at, sent, factor)
-        served = self._experts(BACKWARD, moved, at, (*at_home, *held), factor)
+        at_home = self._experts(BACKWARD, first, at, sent, factor)
+        served = self._experts(BACKWARD, second, at, (*at_home, *held), factor)
         back = self._home_and_back(BACKWARD, work, at, served)
         return self._after_experts(work, at, _Served(served, back))
 

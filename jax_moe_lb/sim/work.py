@@ -135,7 +135,6 @@ class LayerWork:
     # If True, the second wave's rows come from the homes of their experts, and their outputs return there; see
     # `TransportCost.passes_home`
     passes_home: bool
-    num_home: int  # home experts `L` of a rank, in its first slots
     load: Int[np.ndarray, "R"]  # token copies served by each rank
 
     @property
@@ -250,15 +249,14 @@ def _with_padding(
     room = cost.buffers.rows(num_copies)
     if cost.passes_home:
         first, second = waves
-        dynamic = second.counts.any(0)
-        home, _ = rounds_of_copies(first, room, dynamic)
-        moves = rounds_in_phases(first.plan, second.plan, dynamic, room)
+        moves = second.counts.any(0)
+        home, _ = rounds_of_copies(first, room, moves)
+        rounds = rounds_in_phases(first.plan, second.plan, moves, room)
         # The rows of a round move on from one buffer to another.
-        hop = PaddedHop.of(moves.between, room, cost.buffer_rows(num_copies) - room)
-        onward = np.concatenate([moves.staying, moves.moved])
+        hop = PaddedHop.of(rounds.between, room, cost.buffer_rows(num_copies) - room)
         return [
-            parts[0]._replace(padded=(PaddedHop.of(home, num_copies, room),), turns=moves.static),
-            parts[1]._replace(padded=(hop,), turns=onward),
+            parts[0]._replace(padded=(PaddedHop.of(home, num_copies, room),), turns=rounds.staying),
+            parts[1]._replace(padded=(hop,), turns=rounds.moved),
         ]
     found = []
     for part, wave in zip(parts, waves, strict=True):
@@ -344,7 +342,6 @@ def _merged(
         early=not needs_counts(system.balancer),
         waves=tuple(waves),
         passes_home=cost.passes_home,
-        num_home=counts.shape[1] // len(parts[0].group.ranks),
         load=loads,
     )
 
@@ -407,7 +404,6 @@ def shared_work(
         early=False,
         waves=(),
         passes_home=False,
-        num_home=num_home,
         load=np.zeros(1, np.int64),
     )
 

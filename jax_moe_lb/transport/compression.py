@@ -68,13 +68,13 @@ def _from_uint32(words: UInt32[Array, "G V"], like: Shaped[Array, "_ k"]) -> Sha
 class CodecBase(Enum):
     """Base of the differences sent by a `Codec`.
 
-    `SHARED` (default), as in the paper, takes the memory of one expert. `REMEMBERED` changes a model in training far
-    less, but stores a copy of every expert of the expert domain. `ZERO` is for comparison.
+    `REMEMBERED` (default) changes a model in training least, but stores a copy of every expert of the expert domain.
+    `SHARED`, as in the paper, takes the memory of one expert and no state. `ZERO` is for comparison.
 
     Examples:
         >>> from jax_moe_lb.transport import Codec, CodecBase
-        >>> Codec(ratio=50.0, base=CodecBase.REMEMBERED).remembers
-        True
+        >>> Codec(ratio=50.0).remembers, Codec(ratio=50.0, base=CodecBase.SHARED).remembers
+        (True, False)
     """
 
     ZERO = "zero"
@@ -83,6 +83,11 @@ class CodecBase(Enum):
     """Mean of all experts by an all-reduce, equal on all ranks: the shared expert of the paper."""
     REMEMBERED = "remembered"
     """Last decoded weights, stored by the ranks of the domain: later steps send the entries left out by this one."""
+
+
+GRADIENT_RATIO = 5.0
+"""Ratio of gradients beside encoded experts: the largest measured one within 0.5 % of the loss with whole gradients, in
+the mean of three seeds (`docs/results/hybridep.md`)."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +102,10 @@ class Codec:
         ratio: bytes of an expert over its encoded bytes, including indices. 1.0 (default) does not compress; the
             paper's maximum is 50. An index takes 2 or 4 bytes per entry: for float32, a ratio just above 1 keeps only
             two thirds or half of the entries.
-        base: base of the differences; `CodecBase.SHARED` by default.
-        gradient_ratio: the same for the gradients of gathered experts on the way home, which carry their largest
-            entries and an error feedback. 1.0 (default) does not compress them. Above 1, `GatherExpertDomain` requires
-            a residual.
+        base: base of the differences; `CodecBase.REMEMBERED` by default. The paper has `CodecBase.SHARED`.
+        gradient_ratio: the same for the gradients of gathered experts on the way home, which carry the largest
+            entries and an error feedback. `None` (default) is 5.0 if `ratio` is above 1, and otherwise 1.0, which does
+            not compress them. Above 1, `GatherExpertDomain` requires a residual.
 
     Raises:
         ValueError: `ratio` or `gradient_ratio` is below 1 or not finite.
@@ -123,13 +128,14 @@ class Codec:
     """
 
     ratio: float = 1.0
-    base: CodecBase = CodecBase.SHARED
-    gradient_ratio: float = 1.0
+    base: CodecBase = CodecBase.REMEMBERED
+    gradient_ratio: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("ratio", "gradient_ratio"):
-            if not 1 <= getattr(self, name) < math.inf:
-                raise ValueError(f"Codec.{name} is {getattr(self, name)}; expected a finite number, at least 1")
+            value = getattr(self, name)
+            if value is not None and not 1 <= value < math.inf:
+                raise ValueError(f"Codec.{name} is {value}; expected a finite number, at least 1")
 
     @property
     def compresses(self) -> bool:
@@ -149,7 +155,8 @@ class Codec:
     @property
     def of_gradients(self) -> "Codec":
         """Codec of the gradients: `gradient_ratio` as ratio, and zeros as base."""
-        return Codec(self.gradient_ratio, CodecBase.ZERO)
+        default = GRADIENT_RATIO if self.compresses else 1.0
+        return Codec(default if self.gradient_ratio is None else self.gradient_ratio, CodecBase.ZERO, 1.0)
 
     def num_kept(self, num_entries: int, itemsize: int) -> int:
         """Return `k`, the number of entries sent for a matrix, at least 1.

@@ -202,10 +202,10 @@ class GatherExpertDomain:
     transpose returns the gradients home by a reduce-scatter over the same axes. With a codec, gradients are
     straight-through: they equal the gradients of the decoded experts.
 
-    A codec with base `CodecBase.REMEMBERED` has a state, the decoded experts of the domain on all of the ranks.
-    Initialize it with `known` and call `update`. With other codecs, call the object.
+    A codec with base `CodecBase.REMEMBERED`, the default above ratio 1, has a state, the decoded experts of the domain
+    on all of the ranks. Initialize it with `known` and call `update`. With other codecs, call the object.
 
-    With `codec.gradient_ratio` above 1, gradients of other ranks' experts go home encoded, in one exchange per level.
+    If the codec encodes gradients, gradients of other ranks' experts go home encoded, in one exchange per level.
     Each rank keeps the entries that it does not send in a *residual* and adds it to its next gradients (error
     feedback). Initialize it with `initial_residual` and pass it to every call. A backward pass has no other result than
     gradients, so it returns the new residual as the gradient of the residual: overwrite the residual by it. A gradient
@@ -238,7 +238,7 @@ class GatherExpertDomain:
     codec: Codec = field(default_factory=Codec)
 
     def __post_init__(self) -> None:
-        if self.codec.base is not CodecBase.SHARED and not self.codec.compresses:
+        if self.codec.base is not CodecBase.REMEMBERED and not self.codec.compresses:
             # The generated `__init__` and the check of the fields are between this line and the caller.
             warnings.warn(f"codec.base is {self.codec.base} without effect; expected a ratio above 1", stacklevel=4)
 
@@ -273,7 +273,7 @@ class GatherExpertDomain:
     @property
     def needs_residual(self) -> bool:
         """Whether gradients go home encoded, so that calls require a residual."""
-        return self.codec.gradient_ratio > 1 and self.domains.domain_size > 1
+        return self.codec.of_gradients.compresses and self.domains.domain_size > 1
 
     def initial_residual(self, experts: Experts) -> Experts:
         """Return a residual of zeros, `[L * B, ...]`, in float32 or wider.
@@ -364,11 +364,11 @@ class GatherExpertDomain:
         if residual is None and not self.needs_residual:
             return jax.tree.map(lambda home, others: _place_home(home, others, axes), experts, decoded)
         if residual is None:
-            ratio = self.codec.gradient_ratio
+            ratio = self.codec.of_gradients.ratio
             raise ValueError(f"residual is None; expected the result of initial_residual, as gradient_ratio is {ratio}")
         if not self.needs_residual:
             raise ValueError("residual is given; expected None, as gradients are not encoded")
-        experts, residual = differentiated_together(experts, residual, self.codec.gradient_ratio)
+        experts, residual = differentiated_together(experts, residual, self.codec.of_gradients.ratio)
         return place_with_residual(experts, decoded, residual, self.codec.of_gradients, axes)
 
 

@@ -125,7 +125,7 @@ class Replicate(abc.ABC):
     def route(self, topology: Topology) -> Route | None:
         """Return the route for copies started by a C++ planner; `None` (default) if a planner must not start them.
 
-        `TwoPhase` uses it to plan and copy concurrently with its static wave.
+        `TwoPhase` uses it to plan and copy concurrently with its exchange home.
 
         Args:
             topology: topology of the layer; weights travel between the ranks of the expert axes.
@@ -236,7 +236,7 @@ class Gather(Replicate):
 class PeerCopy(Replicate):
     """Replication by copy engines: every slot is copied from the expert's home, or from the rank in `plan.relay`.
 
-    Use it inside one NVLink domain, ideally with `TwoPhase`, whose static wave overlaps the copies. All weight arrays
+    Use it inside one NVLink domain, ideally with `TwoPhase`, whose home wave overlaps the copies. All weight arrays
     travel in one call; see `collectives/peer_copy.py`. The replicas equal those of `Gather`. Gradients are added by
     rank, then by slot.
 

@@ -2,11 +2,12 @@
 
 FEPLB's Two-Phase Dispatch (arXiv 2604.19654, section 3.3), forward and backward, overlapped with planning and weight
 copies. The exchange home depends only on the counts, as does the planner, which runs concurrently. Rows and weights of
-moved experts travel during the static wave. Then the dynamic wave runs. Its outputs return to the homes of the
-experts during the products of the rows that stayed. From the homes, all outputs return to the tokens.
+moved experts travel during the home wave, the products of the rows that stay at home. Then the moved wave runs, and its
+outputs return to the homes of their experts. From the homes, all outputs return to their tokens.
 
-In a rank's stream, rows of static experts come first. The static wave then consists of products of the first rows,
-before the plan decides which other rows stay.
+If a balancer moves the busiest experts of a rank first, as FEPLB does, the rows of the experts that may move are the
+last ones of a rank's stream, the busiest at the end. The rows that stay are then the first ones, which products read in
+place. Rows of other balancers may move from anywhere; the rows that stay are then copied together and back.
 """
 
 import math
@@ -27,6 +28,7 @@ from jax_moe_lb.collectives.peer_copy_rows import (
     Taken,
     move,
     move_back,
+    moved_from_the_end,
     moved_rows,
     served_quota,
     start_back,
@@ -42,7 +44,7 @@ from jax_moe_lb.core.plan import Plan, plain_plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, GroupSizes, Quota, Rows, State, Tokens, iota, pytree
 from jax_moe_lb.core.validation import check_plan, fallback_to_plain
-from jax_moe_lb.kernels.grouped_ffn import grouped_ffn
+from jax_moe_lb.kernels.grouped_ffn import ExpertParts, grouped_ffn
 from jax_moe_lb.transport.cost import TransportCost
 from jax_moe_lb.transport.direct import Direct, DirectReceipt
 from jax_moe_lb.transport.dispatch import Routed, Served
@@ -60,7 +62,9 @@ from jax_moe_lb.transport.one_round import Batch, OfCopies
 from jax_moe_lb.transport.replicate import Replicate
 from jax_moe_lb.transport.rounds import no_gradients, overflow_rounds
 from jax_moe_lb.transport.slot_weights import (
+    Slots,
     added,
+    apart_by_home,
     at_home,
     dtype_of_sums,
     fuse_gate_up,
@@ -78,22 +82,22 @@ class TwoPhase(Direct):
     Use it inside one NVLink domain with `FEPLB`, or with another balancer that keeps some experts at home at any load
     (`Balancer.dynamic`).
 
-    Phase 1 is the exchange of plain expert parallelism, which needs no plan. Each home then serves its static experts.
-    Concurrently, in phase 2, rows and weights of moved experts go to their *takers*, in one copy each. The takers and
-    homes then serve the dynamic experts. Outputs return to the home of the expert, and from there, with all others,
-    to the tokens. Partly moved experts, as those of `Greedy`, send on a part of the rows.
+    Phase 1 is the exchange of plain expert parallelism, which needs no plan. Each home then serves the rows that stay.
+    Concurrently, in phase 2, rows and weights of moved experts go to their *takers*, in one copy each. The takers then
+    serve them. Outputs return to the home of their expert, and from there, with all others, to their tokens. Partly
+    moved experts, as those of `Greedy`, send on a part of their rows.
 
     Phase 1 receives the load *before* balancing: a rank whose home load is `m` times the mean runs
     `ceil(m / headroom)` rounds. So use a larger headroom than elsewhere. `Direct` receives the balanced load in less
     memory, but does not overlap its copies.
 
     Args:
-        buffers: receive buffer of phase 1. Its headroom is 1.5 by default, for loads up to 1.5 x mean before balancing.
+        buffers: receive buffer of phase 1. Its headroom is 2.0 by default, for loads up to 2 x mean before balancing.
             `max_rounds` limits the rounds of phase 1.
         transfer: must be `None` (default): peer copies do not quantize rows.
         moved_headroom: rows that a rank can take from others in all rounds together, relative to the mean load; 1.0 by
-            default. Rows beyond it stay at home and are served there, which leaves a higher imbalance. `Stats` contain
-            the served quota.
+            default. Rows beyond it stay at home and are served there, which leaves a higher imbalance. If a balancer
+            moves busiest experts first, so do less busy ones of the same home. `Stats` contain the served quota.
 
     Raises:
         ValueError: `moved_headroom` is not positive and finite, or `transfer` is not `None`.
@@ -105,15 +109,15 @@ class TwoPhase(Direct):
         >>> from jax_moe_lb import Buffers, System
         >>> from jax_moe_lb.balancers import FEPLB
         >>> from jax_moe_lb.transport import PeerCopy
-        >>> dispatch = System(FEPLB(), PeerCopy(), TwoPhase(Buffers(headroom=1.5)), replica_slots=4).dispatch
+        >>> dispatch = System(FEPLB(), PeerCopy(), TwoPhase(Buffers(headroom=2.0)), replica_slots=4).dispatch
         >>> dispatch.buffers.rows(4096 * 8), dispatch.room(4096 * 8)
-        (49152, 32768)
+        (65536, 32768)
     """
 
     takes_chunks: ClassVar[bool] = False
     takes_saved: ClassVar[bool] = False
 
-    buffers: Buffers = field(default_factory=lambda: Buffers(headroom=1.5))
+    buffers: Buffers = field(default_factory=lambda: Buffers(headroom=2.0))
     moved_headroom: float = 1.0
 
     def __post_init__(self) -> None:
@@ -155,7 +159,7 @@ class TwoPhase(Direct):
         """
         dynamic = balancer.dynamic(plan)
         ways = PhaseConfig.of(self, balancer, replicate, plan, topology)
-        # A planner that runs concurrently with the static wave is stateless: skip the balancer.
+        # A planner that runs concurrently with the exchange home is stateless: skip the balancer.
         if ways.planner is None:
             with jax.named_scope("plan"):
                 plan, state = balancer.rebalance(routed.counts, plan, topology, state)
@@ -177,26 +181,25 @@ class _TwoPhaseCost(TransportCost):
     passes_home = True
 
     def waves(self, counts: Counts, start: Plan, plan: Plan, balancer: Balancer) -> list[tuple[Counts, Plan]]:
-        # Wave 1 sends all rows home, wave 2 sends rows of dynamic experts from there.
+        # Wave 1 sends all rows home, wave 2 sends the rows that move on from there.
         room = self.moved.rows(int(counts.sum(1).max()))
-        dynamic, served = map(np.asarray, _dynamic_and_served(balancer, start, plan, room))
+        dynamic, taken = map(np.asarray, _dynamic_and_taken(balancer, start, plan, room))
         check_plan(plan, counts, dynamic)
-        num_ranks, num_home = plan.num_ranks, plan.num_home
-        at_home = np.repeat(np.eye(num_ranks, dtype=counts.dtype), num_home, 1) * counts.sum(0, dtype=counts.dtype)
-        moving = replace(plan, quota=np.where(dynamic[:, None], served, 0))
-        return [(counts, replace(start, quota=at_home.T)), (np.where(dynamic[None], at_home, 0), moving)]
+        is_home = np.repeat(np.eye(plan.num_ranks, dtype=counts.dtype), plan.num_home, 1)
+        home = replace(start, quota=(is_home * counts.sum(0, dtype=counts.dtype)).T)
+        return [(counts, home), (is_home * taken.sum(1, dtype=counts.dtype), replace(plan, quota=taken))]
 
     def buffer_rows(self, num_copies: int) -> int:
         return self.buffers.rows(num_copies) + self.moved.rows(num_copies)
 
 
 @partial(jax.jit, static_argnames=("balancer", "room"))
-def _dynamic_and_served(balancer: Balancer, start: Plan, plan: Plan, room: int) -> tuple[Bool[Array, "E"], Quota]:
-    """Return the movable experts, and the quota with the rows that do not fit `room` at home."""
+def _dynamic_and_taken(balancer: Balancer, start: Plan, plan: Plan, room: int) -> tuple[Bool[Array, "E"], Quota]:
+    """Return the movable experts, and the rows of each expert that each rank takes from its home."""
     # One program takes a tenth of the time of compiling each of its operations.
-    # The number of moved rows does not depend on their first row, so any offsets will do.
-    first_row = jnp.zeros(plan.num_experts, jnp.int32)
-    return balancer.dynamic(start), served_quota(plan.quota, moved_rows(plan.placement, plan.quota, first_row, room))
+    num_last = balancer.busiest_moved(plan.num_home)
+    streams = Streams.of(jnp.asarray(plan.quota).sum(1, dtype=jnp.int32), plan.num_ranks, num_last)
+    return balancer.dynamic(start), moved_on(plan, streams, room, num_last).taken
 
 
 # ---- addresses ---------------------------------------------------------------------
@@ -208,70 +211,122 @@ Dynamic = Bool[Array, "E"]
 class Streams:
     """Positions of the rows of each expert in the stream of the home."""
 
-    first: Int[Array, "X"]  # first row of each expert; `[L]` for one rank
-    size: Int[Array, "X"]  # number of rows of each expert; `[L]` for one rank
+    first: Int[Array, "E"]  # first row of each expert
+    size: Int[Array, "E"]  # number of rows of each expert
+    order: Int[Array, "R L"]  # home experts of each rank, numbered on it, in the order of its stream
 
-    def of_rank(self, me: Int[Array, ""], num_ranks: int) -> "Streams":
-        """Return the rows of the home experts of rank `me`."""
-        return Streams(*(array.reshape(num_ranks, -1)[me] for array in (self.first, self.size)))
+    @classmethod
+    def of(cls, size: Int[Array, "E"], num_ranks: int, num_last: int | None) -> "Streams":
+        """Return the streams of all homes, in the order of the weights, or with the `num_last` busiest at the end."""
+        by_rank = size.reshape(num_ranks, -1)
+        number = jnp.broadcast_to(iota(by_rank.shape[1]), by_rank.shape)
+        # The lower of equal experts is busier, as in planners, so that the busiest expert of all is the last one.
+        busiest = jnp.argsort(by_rank, axis=1, descending=True, stable=True)
+        place = jnp.argsort(busiest, axis=1)
+        key = jnp.where(place < (num_last or 0), 2 * by_rank.shape[1] - place, number)
+        order = jnp.argsort(key, axis=1).astype(jnp.int32)
+        starts = _starts(jnp.take_along_axis(by_rank, order, 1))
+        first = jnp.zeros_like(by_rank).at[iota(num_ranks)[:, None], order].set(starts)
+        return cls(first.reshape(-1), size, order)
+
+    def of_rank(self, me: Int[Array, ""]) -> tuple[Int[Array, "L"], Int[Array, "L"], Int[Array, "L"]]:
+        """Return first row and number of rows of the home experts of rank `me`, and their order."""
+        num_ranks = self.order.shape[0]
+        first, size = (array.reshape(num_ranks, -1)[me] for array in (self.first, self.size))
+        return first, size, self.order[me]
 
 
 @pytree
 class Phases:
     """Addresses of both phases."""
 
-    receipt: DirectReceipt  # receipt of phase 1, whose streams have static experts first
-    streams: Streams  # positions of the rows of each expert after phase 1
+    receipt: DirectReceipt  # receipt of phase 1
     moved: MovedRows  # rows that move in phase 2
-
-    @property
-    def staying(self) -> Streams:
-        """Rows of each expert that stay at home, the last ones of its block."""
-        taken = self.moved.taken.sum(1, dtype=jnp.int32)
-        return Streams(self.streams.first + taken, self.streams.size - taken)
-
-
-class Blocks(NamedTuple):
-    """Permutation that makes the rows of some blocks contiguous, as products require."""
-
-    of_row: Int[Array, "A"]  # source row of each row
-    to_row: Int[Array, "A"]  # position of each row after `take`; only valid if `inside`
-    inside: Bool[Array, "A"]  # whether each row belongs to a block
-    sizes: GroupSizes  # rows of each block
+    staying: Streams  # rows of each expert that stay at home
 
     @classmethod
-    def of(cls, first: Int[Array, "L"], size: Int[Array, "L"], num_rows: int) -> "Blocks":
-        """Return the permutation of some blocks."""
+    def of(cls, receipt: DirectReceipt, streams: Streams, plan: Plan, room: int, num_last: int | None) -> "Phases":
+        """Return the addresses of a plan."""
+        moved = moved_on(plan, streams, room, num_last)
+        taken = moved.taken.sum(1, dtype=jnp.int32)
+        # Of an expert that moves in part, the first rows move, or, if all moved rows are at the end, the last ones.
+        first = streams.first + taken if num_last is None else streams.first
+        return cls(receipt, moved, replace(streams, first=first, size=streams.size - taken))
+
+
+def moved_on(plan: Plan, streams: Streams, room: int, num_last: int | None) -> MovedRows:
+    """Return the rows that move by a plan, with room for them, and at the end of their streams if these have an end."""
+    moved = moved_rows(plan.placement, plan.quota, streams.first, room)
+    if num_last is None:
+        return moved
+    return moved_from_the_end(moved, plan.placement, streams.order, streams.first, streams.size)
+
+
+class HomeRows(NamedTuple):
+    """Rows of a round that stay at home: the first ones of the buffer, or blocks that products require contiguous."""
+
+    sizes: GroupSizes  # rows of each group: of each home expert, then of the copied ones
+    last: Int[Array, "N"] | None  # home experts whose rows are last, in their order; their weights are copied
+    of_row: Int[Array, "A"] | None = None  # source row of each row; `None` if the rows are the first ones
+    to_row: Int[Array, "A"] | None = None  # position of each row after `take`; only valid if `inside`
+    inside: Bool[Array, "A"] | None = None  # whether each row belongs to a block
+
+    @classmethod
+    def of(
+        cls, phases: Phases, window: CopyWindow, num_rows: int, num_last: int | None, me: Int[Array, ""]
+    ) -> "HomeRows":
+        """Return the rows of rank `me` in a round, of a buffer of `num_rows`."""
+        first, size, order = phases.staying.of_rank(me)
+        first, size = window.of(first, size)
+        if num_last is None:
+            return cls.of_blocks(first, size, num_rows)
+        last = order[order.shape[0] - num_last :]
+        return cls(jnp.concatenate([size.at[last].set(0), size[last]]), last)
+
+    @classmethod
+    def of_blocks(cls, first: Int[Array, "L"], size: Int[Array, "L"], num_rows: int) -> "HomeRows":
+        """Return the permutation of blocks in the order of the weights."""
         of_row, row = concatenated(first, size, num_rows), iota(num_rows)
         # Rows beyond the blocks get an index out of range, which the scatter drops.
         target = jnp.where(row < size.sum(dtype=jnp.int32), of_row, num_rows)
         to_row = jnp.full_like(row, -1).at[target].set(row, mode="drop")
-        return cls(of_row, jnp.maximum(to_row, 0), to_row >= 0, size)
+        return cls(size, None, of_row, jnp.maximum(to_row, 0), to_row >= 0)
 
     def take(self, rows: Float[Array, "A H"]) -> Float[Array, "A H"]:
-        """Return the rows of the blocks contiguously; the rows after them are undefined."""
-        return rows[self.of_row]
+        """Return the rows contiguously; the rows after them are undefined."""
+        return rows if self.of_row is None else rows[self.of_row]
 
     def put(self, rows: Float[Array, "A H"], out: Float[Array, "A H"]) -> Float[Array, "A H"]:
         """Write rows moved by `take` back to their positions in `out`."""
+        if self.to_row is None or self.inside is None:
+            return rows
         return jnp.where(self.inside[:, None], rows[self.to_row], out)
+
+    def slots(self, experts: Experts) -> Slots:
+        """Return the weights of all groups."""
+        if self.last is None:
+            return Slots(experts, None)
+        # In the loop of rounds the barrier keeps XLA from hoisting the copies.
+        last = optimization_barrier(self.sizes, self.last)
+        return Slots(experts, jax.tree.map(lambda weights: weights[last], experts))
+
+    def gradients(self, of_groups: Experts | ExpertParts, num_home: int) -> Experts:
+        """Return the gradients of the home experts; each is in one group, and 0 in the other."""
+        of_home, of_last = apart_by_home(of_groups, num_home)
+        last = self.last
+        if last is None or of_last is None:
+            return of_home
+        return jax.tree.map(lambda home, part: home[:num_home].at[last].set(part), of_home, of_last)
 
 
 def address_home(
-    direct: Direct, experts: Int[Array, "T K"], counts: Counts, dynamic: Dynamic, topology: Topology
+    direct: Direct, experts: Int[Array, "T K"], counts: Counts, num_last: int | None, topology: Topology
 ) -> tuple[DirectReceipt, Streams]:
     """Compute the home destination of every copy of this rank, without a plan."""
     plan = plain_plan(counts, topology)
-    moving, size = (array.reshape(topology.num_ranks, -1) for array in (dynamic, counts.sum(0, dtype=jnp.int32)))
-    # Stable: static experts come first, then dynamic ones, each in the order of their weights. Both are then groups in
-    # weight order, with empty groups for the experts of the other kind.
-    order = jnp.argsort(moving, axis=1, stable=True).astype(jnp.int32)
-    in_order = plan.placement[:, :1] + order
-    static, others = jnp.where(moving, 0, size), jnp.where(moving, size, 0)
-    behind = static.sum(1, keepdims=True, dtype=jnp.int32) + _starts(others)
-    first = jnp.where(moving, behind, _starts(static))
-    receipt = direct.address(experts, counts, replace(plan, placement=in_order), topology)
-    return receipt, Streams(first.reshape(-1), size.reshape(-1))
+    streams = Streams.of(counts.sum(0, dtype=jnp.int32), topology.num_ranks, num_last)
+    in_order = plan.placement[:, :1] + streams.order
+    return direct.address(experts, counts, replace(plan, placement=in_order), topology), streams
 
 
 def window(i: Int[Array, ""], capacity: int) -> CopyWindow:
@@ -290,6 +345,8 @@ class PhaseConfig(NamedTuple):
     direct: Direct  # dispatch of the tokens
     replicate: Replicate  # replication of the weights
     planner: NativePlanner | None  # planner that runs concurrently with the exchange; `None` if the plan already exists
+    # Busiest experts of a rank whose rows are last in its stream; `None` if any may move. See `Balancer.busiest_moved`.
+    num_last: int | None
     # Ranks of the copies of rows and weights that overlap with products; `None` if exchanges move the rows
     route: Route | None
     topology: Topology  # topology of the layer; rows and weights travel between the ranks of its expert axes
@@ -309,7 +366,7 @@ class PhaseConfig(NamedTuple):
         # One planner serves all ranks of its copies.
         alone = route is not None and route.domain is None
         planner = balancer.native_planner(plan.domain) if alone else None
-        return cls(direct, replicate, planner, route, topology)
+        return cls(direct, replicate, planner, balancer.busiest_moved(plan.num_home), route, topology)
 
 
 class PhaseOutcome(NamedTuple):
@@ -348,9 +405,7 @@ class _Forward(NamedTuple):
     experts: Experts
     tokens: Tokens
     routed: Routed
-    dynamic: Dynamic
     receipt: DirectReceipt
-    streams: Streams
 
     def come_home(self, i: Array) -> Rows:
         """Send the copies of round `i` home."""
@@ -358,30 +413,20 @@ class _Forward(NamedTuple):
             copies = to_sending_order(self.tokens, self.receipt, self.routed.experts.shape[1])
             return self.ways.direct.send(copies, self.receipt, i, self.ways.topology)[0]
 
-    def static_sizes(self, i: Array, rows: Rows) -> Int[Array, "L"]:
-        """Return the row counts of static experts, which come first; 0 for dynamic experts."""
-        static = replace(self.streams, size=jnp.where(self.dynamic, 0, self.streams.size))
-        return _here(static, i, rows, self.ways)[1]
+    def home_wave(self, rows: Rows, at_home: HomeRows) -> Rows:
+        """Compute the outputs of the rows that stay at home, with home weights only; other rows are undefined."""
+        with jax.named_scope("experts/home_wave"):
+            experts = at_home.slots(self.experts).weights(at_home.sizes)
+            return at_home.put(grouped_ffn(at_home.take(rows), experts, at_home.sizes), rows)
 
-    def static_wave(self, rows: Rows, sizes: Int[Array, "L"]) -> Rows:
-        """Compute the outputs of the static rows, with home weights only; other rows are undefined."""
-        with jax.named_scope("experts/static_wave"):
-            return grouped_ffn(rows, self.experts, sizes)
-
-    def finish(self, i: Array, rows: Rows, out: Rows, moved: "_Arrived", copies: Copies) -> Copies:
-        """Compute the outputs of dynamic experts, at home and on takers, and send all outputs back."""
+    def finish(self, i: Array, out: Rows, moved: "_Arrived", copies: Copies) -> Copies:
+        """Compute the outputs of moved rows, and send all outputs back."""
         ways, phases = self.ways, moved.phases
-        with jax.named_scope("experts/dynamic_wave"):
-            staying = replace(phases.staying, size=jnp.where(self.dynamic, phases.staying.size, 0))
-            blocks = Blocks.of(*_here(staying, i, rows, ways), rows.shape[0])
-            returning: PendingRows = (out,)
-            if moved.slots is not None and moved.rows is not None:
-                served = grouped_ffn(moved.rows, moved.slots, _taken(phases, i, rows, ways))
-                # Start the return of moved rows first, to overlap it with the products of rows that stayed.
-                blocks, returning = _start_back((served,), (out,), phases, i, ways, blocks)
-            stayed = grouped_ffn(blocks.take(rows), self.experts, blocks.sizes)
-            (out,) = _arrived(returning, stayed)
-            out = blocks.put(stayed, out)
+        if moved.slots is not None and moved.rows is not None:
+            with jax.named_scope("experts/moved_wave"):
+                served = grouped_ffn(moved.rows, moved.slots, _taken(phases, i, out, ways))
+                _, returning = _start_back((served,), (out,), phases, i, ways)
+                (out,) = _arrived(returning, ())
         with jax.named_scope("combine"):
             return ways.direct.send_back(out, self.receipt, i, copies, ways.topology)
 
@@ -399,7 +444,7 @@ def _serve(
 ) -> tuple[Tokens, PhaseOutcome]:
     direct, topology = ways.direct, ways.topology
     with jax.named_scope("address"):
-        receipt, streams = address_home(direct, routed.experts, routed.counts, dynamic, topology)
+        receipt, streams = address_home(direct, routed.experts, routed.counts, ways.num_last, topology)
         is_whole = direct.within_rounds(receipt)
     first = jnp.int32(0)
     pending: Any
@@ -407,7 +452,7 @@ def _serve(
         # The exchange reads the receipt returned by `post`, which orders it after `post`.
         with jax.named_scope("plan"):
             receipt, posted = post(plan.placement, plan.quota, experts, receipt, planner=ways.planner, route=ways.route)
-        forward = _Forward(ways, experts, tokens, routed, dynamic, receipt, streams)
+        forward = _Forward(ways, experts, tokens, routed, receipt)
         # The rows order `plan_and_copy` after the exchange; the plan depends on the inputs of `post` only.
         rows = forward.come_home(first)
         with jax.named_scope("plan"):
@@ -420,12 +465,12 @@ def _serve(
             plan, is_legal = fallback_to_plain(made, routed.counts, dynamic)
         # Start the copies before the exchange and join them after the wave, to overlap them with both.
         tokens, pending = _start(experts, plan, ways, tokens)
-        forward = _Forward(ways, experts, tokens, routed, dynamic, receipt, streams)
+        forward = _Forward(ways, experts, tokens, routed, receipt)
         rows = forward.come_home(first)
-    phases = Phases(receipt, streams, moved_rows(plan.placement, plan.quota, streams.first, room))
+    phases = Phases.of(receipt, streams, plan, room, ways.num_last)
     # The wave reads the sizes, which orders it after the start of the row copies.
-    sizes, onward = _start_onward((rows,), phases, first, room, ways, forward.static_sizes(first, rows))
-    out = forward.static_wave(rows, sizes)
+    staying, onward = _start_onward((rows,), phases, first, room, ways, _home_rows(phases, first, rows, ways))
+    out = forward.home_wave(rows, staying)
     slots = _join(pending, out, ways)
     (taken,) = _arrived(onward, out)
     # In the loop, exchanges move the rows: they need no host, so CUDA graphs can contain them.
@@ -435,11 +480,11 @@ def _serve(
         rows = forward._replace(tokens=optimization_barrier(i, tokens)).come_home(i)
         _, onward = _start_onward((rows,), phases, i, room, by_exchange.ways, ())
         (taken,) = _arrived(onward, ())
-        out = forward.static_wave(rows, forward.static_sizes(i, rows))
-        return by_exchange.finish(i, rows, out, _Arrived(phases, slots, taken), carry[0]), None
+        out = forward.home_wave(rows, _home_rows(phases, i, rows, ways))
+        return by_exchange.finish(i, out, _Arrived(phases, slots, taken), carry[0]), None
 
     nothing = empty_buffer(tokens, routed.experts.size)
-    copies = forward.finish(first, rows, out, _Arrived(phases, slots, taken), nothing)
+    copies = forward.finish(first, out, _Arrived(phases, slots, taken), nothing)
     copies, _ = overflow_rounds(receipt, direct, one_round, (copies, None))
     served = replace(plan, quota=served_quota(plan.quota, phases.moved))
     with jax.named_scope("combine"):
@@ -503,10 +548,10 @@ def _window(i: Array, rows: Rows) -> CopyWindow:
     return window(i, rows.shape[0])
 
 
-def _here(streams: Streams, i: Array, rows: Rows, ways: PhaseConfig) -> tuple[Int[Array, "L"], Int[Array, "L"]]:
-    """Return the offsets and counts of this rank's home experts among the rows of round `i`."""
-    mine = streams.of_rank(jax.lax.axis_index(ways.topology.expert_axes), ways.topology.num_ranks)
-    return _window(i, rows).of(mine.first, mine.size)
+def _home_rows(phases: Phases, i: Array, rows: Rows, ways: PhaseConfig) -> HomeRows:
+    """Return the rows of round `i` that stay on this rank."""
+    me = jax.lax.axis_index(ways.topology.expert_axes)
+    return HomeRows.of(phases, _window(i, rows), rows.shape[0], ways.num_last, me)
 
 
 def _taken(phases: Phases, i: Array, rows: Rows, ways: PhaseConfig) -> Int[Array, "P"]:
@@ -559,16 +604,13 @@ class _Backward(NamedTuple):
         )
         return tuple(self.ways.direct.send(part, receipt, i, self.ways.topology)[0] for part in copies)
 
-    def staying(self, i: Array, rows: Rows) -> Blocks:
-        """Return the blocks of rows that stay at home, of static and dynamic experts."""
-        return Blocks.of(*_here(self.phases.staying, i, rows, self.ways), rows.shape[0])
-
-    def at_home(self, parts: tuple[Array, ...], blocks: Blocks) -> tuple[tuple[Array, ...], Experts]:
+    def at_home(self, parts: tuple[Array, ...], rows: HomeRows) -> tuple[tuple[Array, ...], Experts]:
         """Compute the gradients of the rows that stay at home."""
         with jax.named_scope("experts/home_wave"):
-            taken, fused = tuple(map(blocks.take, parts)), self._gate_goes_in_up(parts[0])
-            *of_rows, of_experts = self._gradients(taken, self.experts, blocks.sizes, fused)
-            return tuple(blocks.put(part, part) for part in of_rows), of_experts
+            taken, fused = tuple(map(rows.take, parts)), self._gate_goes_in_up(parts[0])
+            *of_rows, of_groups = self._gradients(taken, rows.slots(self.experts), rows.sizes, fused)
+            of_experts = rows.gradients(of_groups, self.experts.up.shape[0])
+            return tuple(rows.put(part, part) for part in of_rows), of_experts
 
     def finish(
         self, i: Array, of_rows: tuple[Array, ...], parts: tuple[Any, ...], slots: Experts | None, out: OfCopies
@@ -579,7 +621,7 @@ class _Backward(NamedTuple):
         if slots is not None:
             with jax.named_scope("experts/moved_wave"):
                 fused = self._gate_goes_in_up(rows)
-                *of_moved, of_slots = self._gradients(parts, slots, _taken(phases, i, rows, ways), fused)
+                *of_moved, of_slots = self._gradients(parts, Slots(slots, None), _taken(phases, i, rows, ways), fused)
             _, returning = _start_back(tuple(of_moved), of_rows, phases, i, ways)
             of_rows = _arrived(returning, ())
         back = partial(ways.direct.send_back, receipt=phases.receipt, i=i, topology=ways.topology)
@@ -590,16 +632,11 @@ class _Backward(NamedTuple):
         # Both waves use the same form, because their gradients are added.
         return fuse_gate_up(self.experts, rows, are_joined=False)
 
-    def _gradients(
-        self, parts: tuple[Array, ...], experts: Experts, sizes: Array, fused: bool
-    ) -> tuple[Rows, Array, Any]:
+    def _gradients(self, parts: tuple[Array, ...], slots: Slots, sizes: Array, fused: bool) -> tuple[Rows, Array, Any]:
         rows, weights, upstream = parts
         dtype = dtype_of_sums(self.experts, self.ways.direct, is_first=self.is_first)
-
-        def again(after: Array) -> Experts:
-            return optimization_barrier(after, experts)
-
-        return gradients_of_round(rows, weights, experts, again, sizes, upstream, dtype, fused=fused)
+        experts = slots.weights(sizes)
+        return gradients_of_round(rows, weights, experts, slots.again, sizes, upstream, dtype, fused=fused)
 
 
 @jax.named_scope("backward")
@@ -619,7 +656,7 @@ def _gradients(
     first, nothing = jnp.int32(0), no_gradients(tokens, weights)
     parts = backward.come_home(first)
     # The wave at home reads the blocks, which orders it after the start of the row copies.
-    staying, onward = _start_onward(parts, phases, first, room, ways, backward.staying(first, parts[0]))
+    staying, onward = _start_onward(parts, phases, first, room, ways, _home_rows(phases, first, parts[0], ways))
     of_rows, of_home = backward.at_home(parts, staying)
     slots = _join(pending, of_rows, ways)
     moved = _arrived(onward, of_rows)
@@ -628,7 +665,7 @@ def _gradients(
 
     def one_round(i: Array, carry: tuple[OfCopies, Any]) -> tuple[OfCopies, Any]:
         parts = by_exchange._replace(batch=optimization_barrier(i, by_exchange.batch)).come_home(i)
-        staying, onward = _start_onward(parts, phases, i, room, by_exchange.ways, by_exchange.staying(i, parts[0]))
+        staying, onward = _start_onward(parts, phases, i, room, by_exchange.ways, _home_rows(phases, i, parts[0], ways))
         of_rows, of_home = by_exchange.at_home(parts, staying)
         of_copies, of_slots = by_exchange.finish(i, of_rows, _arrived(onward, of_rows), slots, carry[0])
         return of_copies, added(carry[1], (of_home, of_slots))

@@ -2,13 +2,15 @@
 
 import pytest
 
-from benchmarks.papers import feplb, rails, sim_hybridep, sim_networks, ultraep
+from benchmarks.papers import feplb, rails, sim_feplb, sim_hybridep, sim_networks, ultraep
 from benchmarks.papers.stragglers import CASES as STRAGGLERS
 from benchmarks.papers.stragglers import counts as straggler_counts
+from benchmarks.papers.stragglers import sampled
 from benchmarks.plans.popular_ranks import CASES
 from benchmarks.plans.popular_ranks import counts as ultraep_counts
 from benchmarks.render.documents import RESULTS
 from benchmarks.render.results import load
+from jax_moe_lb.balancers import FEPLB
 
 
 def kept(name, table, *first):
@@ -36,6 +38,15 @@ def test_feplbs_and_fastermoes_token_stragglers_on_8_ranks():
     plans = feplb.fastermoe(loads), feplb.feplb(loads)
     cuts = [feplb.reduction(plan, before) for plan in plans]
     assert kept("feplb", "ranks", 8, "here")[1:3] == counted(*cuts)
+
+
+@pytest.mark.parametrize("popularity", ["as on 8 ranks", "continued to 16"])
+def test_feplbs_held_out_token_stragglers_on_16_ranks(popularity):
+    width, before, *cuts = kept("sim_feplb", "held_out", popularity)[:4]
+    loads = sampled(16, width, 0, sim_feplb.HELD_OUT_MICROBATCHES, 16384)
+    plain = feplb.plain(loads)
+    again = [feplb.reduction(feplb.feplb(loads, FEPLB(tau=tau)), plain) for tau in (1, 1792)]
+    assert [before, *cuts] == counted(feplb.straggler(plain).mean(), *again)
 
 
 def test_how_even_rails_are():

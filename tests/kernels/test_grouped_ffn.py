@@ -67,7 +67,9 @@ def ragged_products(monkeypatch):
     monkeypatch.setattr(
         op,
         "clear_tail",
-        lambda rows, sizes, *, are_results=False: (_clear_all if are_results else _clear_rest)(rows, sizes),
+        lambda rows, group_sizes, *, are_results=False, reads_tail=True: (_clear_all if are_results else _clear_rest)(
+            rows, group_sizes
+        ),
     )
     # Use several blocks for clearing.
     monkeypatch.setattr(operands, "CLEARED_ROWS", 32)

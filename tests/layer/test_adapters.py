@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Buffers, MoEParams, TopK, Topology, exact, feplb, moe, plain
-from jax_moe_lb.transport import Codec, ExpertDomains, GatherExpertDomain, hybrid_mesh
+from jax_moe_lb.transport import Codec, CodecBase, ExpertDomains, GatherExpertDomain, hybrid_mesh
 from tests.adapters import RANK, merged, with_adapters
 from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 
@@ -95,7 +95,7 @@ def test_gathered_adapters_equal_merged_matrices():
 
 def test_a_codec_is_refused():
     with pytest.raises(ValueError, match="experts has adapters; expected none, as codec is Codec"):
-        gathering(Codec(ratio=2.0))(*arguments("float32"))
+        gathering(Codec(2.0, CodecBase.SHARED, gradient_ratio=1.0))(*arguments("float32"))
 
 
 WEIGHT_GRADIENT = rf"f32\[\d+,({CASE.width},{CASE.mlp_dim}|{CASE.mlp_dim},{CASE.width})\]"

@@ -15,7 +15,7 @@ from jax_moe_lb.balancers import LayerCost
 from jax_moe_lb.core import plain_plan
 from jax_moe_lb.layer import CHECKPOINT_NAMES, systems
 from jax_moe_lb.layer.systems import eplb, system_names
-from jax_moe_lb.transport import Codec, ExpertDomains, GatherExpertDomain, hybrid_mesh
+from jax_moe_lb.transport import Codec, CodecBase, ExpertDomains, GatherExpertDomain, hybrid_mesh
 from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 from tests.oracle import dense_moe
 
@@ -117,7 +117,7 @@ def test_with_remat_inside_and_a_gradient_outside():
 def test_the_layer_of_expert_domains():
     mesh = hybrid_mesh(make_mesh((2, 4), ("dc", "gpu")), {"dc": 2, "gpu": 2})
     domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(make_mesh((2, 4), ("dc", "gpu")), ("dc", "gpu")))
-    system = plain().replace(migrate=GatherExpertDomain(domains, Codec(2.0)))
+    system = plain().replace(migrate=GatherExpertDomain(domains, Codec(2.0, CodecBase.SHARED, gradient_ratio=1.0)))
     options = {"topology": domains.between, "system": system, "rngs": nnx.Rngs(0)}
     layer = MoE(CASE.width, CASE.num_experts, TopK(2), mesh=mesh, experts=ExpertConfig(8), **options)
     x, target = microbatches(("zipf", "one_hot"), 8)

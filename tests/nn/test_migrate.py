@@ -58,7 +58,7 @@ def test_a_codec_that_remembers_begins_exact_and_catches_up():
         options = {"topology": domains.between, "system": system, "rngs": nnx.Rngs(0)}
         return MoE(16, 8, TopK(2), mesh=mesh, experts=ExpertConfig(24), **options)
 
-    exact, encoded = layer(Codec()), layer(Codec(8.0, CodecBase.REMEMBERED))
+    exact, encoded = layer(Codec()), layer(Codec(8.0, gradient_ratio=1.0))
     x = jax.random.normal(jax.random.key(1), (64, 16))
 
     @nnx.jit

@@ -8,7 +8,7 @@ import pytest
 from jax_moe_lb.layer import systems
 from jax_moe_lb.sim import Cluster, Collective, Communication, Links, Migration, ModelShape, simulate
 from jax_moe_lb.sim.network import all_gather, all_reduce, latency_s, level_bytes, pair_hops, reduce_scatter, seconds
-from jax_moe_lb.transport import Codec
+from jax_moe_lb.transport import Codec, CodecBase
 
 FAR = Cluster((Links("dc", 32, 1e9, latency_s=5e-3),))
 NODES = Cluster((Links("node", 4, 50e9, links=8, latency_s=10e-6), Links("gpu", 8, 400e9, latency_s=3e-6)))
@@ -102,7 +102,7 @@ def test_what_a_step_gathers_and_sums_goes_by_the_algorithm():
     model = ModelShape(1, 64, 32, 32, 2, 128, pre_expert_s=0.0)
     far = replace(FAR, levels=(replace(FAR.levels[0], bytes_per_s=1e15),))
     even = np.full((32, 32), 8, np.int32)
-    migration = Migration((32,), Codec(4.0))
+    migration = Migration((32,), Codec(4.0, CodecBase.SHARED, gradient_ratio=1.0))
     for way, hops in ((Collective.RING, 62 + 31), (Collective.TREE, 10 + 5), (Collective.DIRECT, 2 + 1)):
         report = simulate(systems.plain(), model, by(far, way), even, migration=migration)
         # The shared expert is summed, then experts are gathered; gradients are summed at home.

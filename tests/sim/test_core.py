@@ -355,7 +355,10 @@ def test_an_all_reduce_passes_every_member_once():
     alone = Migration((2, 1, 1), Codec(10.0, CodecBase.ZERO))
     shape = model(experts=32)
     plainly = shared_work(shape, cluster, alone, 32, Direct()).gather
-    assert len(shared_work(shape, cluster, replace(alone, codec=Codec(10.0)), 32, Direct()).gather) == len(plainly) + 1
+    assert (
+        len(shared_work(shape, cluster, replace(alone, codec=Codec(10.0, CodecBase.SHARED)), 32, Direct()).gather)
+        == len(plainly) + 1
+    )
 
 
 def test_encoded_gradients_send_as_many_bytes_home_as_encoded_experts_take():

@@ -129,7 +129,7 @@ def test_own_experts_stay_exact_and_all_gradients_come_home():
     target = jax.tree.map(
         lambda w: jnp.asarray(np.random.default_rng(9).normal(size=(16, *w.shape[1:])), "float32"), experts
     )
-    codec = Codec(ratio)
+    codec = Codec(ratio, CodecBase.SHARED, gradient_ratio=1.0)
 
     def loss_gradients(codec):
         def run(home, target):
@@ -157,7 +157,7 @@ def test_own_experts_stay_exact_and_all_gradients_come_home():
 def test_domains_remember_the_same_and_gradients_come_home():
     """Two datacenters of two nodes, domains across datacenters; home experts in bfloat16, remembered in float32."""
     mesh, domains = domains_on(make_mesh((2, 2), ("dc", "node")), dc=2, node=1)
-    migrate = GatherExpertDomain(domains, Codec(5.0, CodecBase.REMEMBERED))
+    migrate = GatherExpertDomain(domains, Codec(5.0, gradient_ratio=1.0))
     before, after = (jax.tree.map(lambda w: w.astype("bfloat16"), alike(8, seed)) for seed in (0, 1))
     target = jax.tree.map(lambda w: jnp.tile(w, (2, 1, 1)), alike(8, 2))
 
@@ -192,7 +192,7 @@ def test_domains_remember_the_same_and_gradients_come_home():
 @pytest.mark.slow
 def test_packing_ahead_is_packing_on_the_way():
     mesh, domains = domains_on(make_mesh((4,), ("gpu",)), gpu=2)
-    migrate = GatherExpertDomain(domains, Codec(5.0))
+    migrate = GatherExpertDomain(domains, Codec(5.0, CodecBase.SHARED, gradient_ratio=1.0))
 
     def ahead(home):
         return migrate(home, migrate.pack(home))
@@ -212,7 +212,7 @@ def test_packing_ahead_is_packing_on_the_way():
 def test_an_older_mean_does():
     """The all-reduce of the mean may overlap the backward pass and use the weights before the step."""
     mesh, domains = domains_on(make_mesh((4,), ("gpu",)), gpu=2)
-    migrate = GatherExpertDomain(domains, Codec(2.0))
+    migrate = GatherExpertDomain(domains, Codec(2.0, CodecBase.SHARED, gradient_ratio=1.0))
     before, after = alike(8), jax.tree.map(lambda w: w + 0.01, alike(8))
 
     def run(before, after):
@@ -229,12 +229,21 @@ def test_an_older_mean_does():
 def test_a_codec_that_remembers_needs_a_state():
     domains = domains_on(make_mesh((4,), ("gpu",)), gpu=2)[1]
     with pytest.raises(ValueError, match=r"codec.base is CodecBase.REMEMBERED; expected another"):
-        GatherExpertDomain(domains, Codec(2.0, CodecBase.REMEMBERED))(alike())
-    assert not Codec(1.0, CodecBase.REMEMBERED).remembers
+        GatherExpertDomain(domains, Codec(2.0))(alike())
+    assert not Codec(1.0).remembers
     with pytest.raises(ValueError, match=r"codec is Codec\(ratio=2.0, .*; expected a ratio above 1 and"):
-        GatherExpertDomain(domains, Codec(2.0)).update(alike(), alike())
+        GatherExpertDomain(domains, Codec(2.0, CodecBase.SHARED)).update(alike(), alike())
     with pytest.raises(ValueError, match="known has 4 experts; expected the domain's 8"):
-        GatherExpertDomain(domains, Codec(2.0, CodecBase.REMEMBERED)).update(alike(), alike())
+        GatherExpertDomain(domains, Codec(2.0)).update(alike(), alike())
+
+
+def test_experts_are_whole_by_default_and_encoded_ones_are_remembered_with_encoded_gradients():
+    assert not Codec().compresses
+    assert not Codec().of_gradients.compresses
+    assert Codec(50.0).remembers
+    assert Codec(50.0).of_gradients == Codec(5.0, CodecBase.ZERO, gradient_ratio=1.0)
+    assert not Codec(50.0, gradient_ratio=1.0).of_gradients.compresses
+    assert Codec(gradient_ratio=8.0).of_gradients.ratio == 8.0
 
 
 def test_impossible_ratios_are_named():

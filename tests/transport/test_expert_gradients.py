@@ -185,10 +185,10 @@ def test_exchanges_of_a_pair_are_those_of_xla():
 
 def test_a_missing_residual_is_named():
     home = experts_of(np.ones((1, *SHAPE)))
-    mesh, migrate = migrating(Codec(gradient_ratio=2.0), dc=2, node=1)
+    mesh, migrate = migrating(Codec(2.0, CodecBase.ZERO), dc=2, node=1)
     with pytest.raises(ValueError, match="residual is None; expected the result of initial_residual"):
         on_mesh(mesh, migrate, migrate, experts_of(np.ones((4, *SHAPE))))
-    mesh, migrate = migrating(Codec(2.0, CodecBase.ZERO), dc=2, node=1)
+    mesh, migrate = migrating(Codec(2.0, CodecBase.ZERO, gradient_ratio=1.0), dc=2, node=1)
     with pytest.raises(ValueError, match="residual is given; expected None"):
         on_mesh(mesh, migrate, lambda home: migrate(home, residual=home), experts_of(np.ones((4, *SHAPE))))
     assert not migrating(Codec(gradient_ratio=2.0), dc=1, node=1)[1].needs_residual

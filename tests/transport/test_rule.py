@@ -118,7 +118,7 @@ def test_a_layer_follows_the_rule_unless_its_dispatch_is_given():
     one_axis = Topology.from_mesh(mesh, "gpu", data_axes="node")
     assert dispatch("plain", one_axis) == Direct()
     assert dispatch("plain", one_axis, per_token=4) == Once()
-    assert dispatch("feplb", topology) == TwoPhase(Buffers(headroom=1.5))
+    assert dispatch("feplb", topology) == TwoPhase(Buffers(headroom=2.0))
 
 
 @pytest.mark.parametrize("router", [lambda logits, bias, info: TopK(4)(logits, bias, info), TopK(4)], ids=["a", "b"])

@@ -1,4 +1,4 @@
-"""Rows passing their homes are served as planned, and the static wave does not wait for the plan."""
+"""Rows passing their homes are served as planned, and products at home wait for no copies."""
 
 import dataclasses
 import functools
@@ -13,11 +13,13 @@ from jax.sharding import PartitionSpec
 from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Buffers, Chain, Experts, MoEParams, System, TopK, Topology, moe
 from jax_moe_lb.balancers import FEPLB, Greedy, RailS
-from jax_moe_lb.collectives.peer_copy_rows import moved_rows, served_quota
+from jax_moe_lb.collectives.peer_copy_rows import CopyWindow, moved_rows, served_quota
 from jax_moe_lb.core import check_plan, custom_calls, plain_plan
 from jax_moe_lb.core.plan import load, rows_between
 from jax_moe_lb.core.validation import fallback_to_plain
 from jax_moe_lb.transport import PeerCopy, TwoPhase
+from jax_moe_lb.transport.direct import DirectReceipt
+from jax_moe_lb.transport.two_phase import HomeRows, Phases, Streams, moved_on
 from tests.dependencies import of_compiled, of_lowered
 from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 
@@ -26,6 +28,9 @@ TOPOLOGY = Topology.from_mesh(MESH, ranks_per_domain=4)
 SYSTEM = System(
     FEPLB(num_dynamic=1, skip=True), PeerCopy(), TwoPhase(Buffers(0.4), moved_headroom=0.3), replica_slots=2
 )
+BUSIEST_FIRST = dataclasses.replace(SYSTEM, balancer=FEPLB(num_dynamic=2))
+"""Both home experts of a rank may move, the busier first: products read the rows that stay in place."""
+
 HEAVY = r"moe_lb_(grouped|ragged_exchange).*/"
 """A custom call that computes or exchanges rows, in the appended scope."""
 
@@ -37,28 +42,29 @@ def arguments(workload):
 
 
 @functools.cache
-def compiled():
+def compiled(system=SYSTEM):
     """Return the compiled layer with its gradients."""
-    return with_gradients(sharded_moe(MESH, TOPOLOGY, SYSTEM)).lower(*arguments(WORKLOADS[0])).compile()
+    return with_gradients(sharded_moe(MESH, TOPOLOGY, system)).lower(*arguments(WORKLOADS[0])).compile()
 
 
 # ---- values -------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_equal_to_dense_in_rounds_and_without_room_for_all():
+@pytest.mark.parametrize("system", [SYSTEM, BUSIEST_FIRST], ids=["any order", "busiest first"])
+def test_equal_to_dense_in_rounds_and_without_room_for_all(system):
     """Covers skewed, empty, masked and one-expert loads; the reported quota is legal and equals the host plan."""
     dense, moved, less = dense_with_gradients(TopK(2)), [], []
-    capacity, room = (SYSTEM.dispatch.buffers.rows(CASE.num_tokens * 2), SYSTEM.dispatch.room(CASE.num_tokens * 2))
+    capacity, room = (system.dispatch.buffers.rows(CASE.num_tokens * 2), system.dispatch.room(CASE.num_tokens * 2))
     for workload in WORKLOADS:
         args = arguments(workload)
-        (y, stats), gradients = compiled()(*args)
+        (y, stats), gradients = compiled(system)(*args)
         (want, _), want_gradients = dense(*args)
         assert_close((y, gradients), (want, want_gradients), 1e-5)
         counts, quota = np.asarray(stats.counts[0]), np.asarray(stats.quota[0])
         np.testing.assert_array_equal(quota.sum(1), counts.sum(0))
         start = plain_plan(counts, TOPOLOGY, 4)
-        plan = SYSTEM.balancer.rebalance(counts, start, TOPOLOGY, ())[0]
+        plan = system.balancer.rebalance(counts, start, TOPOLOGY, ())[0]
         # Home receives the same rows as without a balancer.
         assert int(stats.rounds[0]) == -(-int(load(start).max()) // capacity)
         away = quota - quota * (np.arange(16)[:, None] // 2 == np.arange(8))
@@ -101,6 +107,74 @@ def test_slots_take_rows_in_order_until_their_rank_is_full():
         np.testing.assert_array_equal(served_quota(jnp.asarray(quota, jnp.int32), moved), served)
 
 
+def streams_and_moves(plan, room, num_last):
+    """Return the streams of a plan, and the rows of each home that move, in the order of its stream."""
+    size = jnp.asarray(np.asarray(plan.quota).sum(1), jnp.int32)
+    streams = Streams.of(size, plan.num_ranks, num_last)
+    moved = moved_on(plan, streams, room, num_last)
+    moves = [np.zeros(total, int) for total in np.asarray(size).reshape(plan.num_ranks, -1).sum(1)]
+    for home, first, number in zip(*(np.asarray(table).ravel() for table in moved.tables), strict=True):
+        if number:
+            moves[home][first : first + number] += 1
+    return streams, moved, moves
+
+
+@pytest.mark.slow
+def test_the_rows_that_stay_are_the_first_ones_if_the_busiest_move_first():
+    """With room for all rows no move is left out; with less room all of a later expert move, or none of an earlier."""
+    rng, topology = np.random.default_rng(0), Topology.flat(4)
+    balancer, left_out = FEPLB(num_dynamic=3), 0
+    for room in (10**6, 30):
+        for _ in range(20):
+            counts = rng.multinomial(100, rng.dirichlet(np.full(24, 0.5)), 4).astype(np.int32)
+            plan = balancer.rebalance(counts, plain_plan(counts, topology, 9), topology, ())[0]
+            streams, moved, moves = streams_and_moves(plan, room, balancer.busiest_moved(6))
+            for rank, rows in enumerate(moves):
+                order = np.asarray(streams.order[rank])
+                assert sorted(order) == list(range(6))
+                assert list(order[:3]) == sorted(order[:3])
+                assert list(rows) == sorted(rows)
+                assert rows.max(initial=0) <= 1
+                loads = counts.sum(0).reshape(4, 6)[rank]
+                assert list(loads[order[3:]]) == sorted(loads[order[3:]])
+                assert loads[order[:3]].max() <= loads[order[3]]
+            served = np.asarray(served_quota(jnp.asarray(plan.quota), moved))
+            np.testing.assert_array_equal(served.sum(1), counts.sum(0))
+            if room > 1000:
+                np.testing.assert_array_equal(served, plan.quota)
+            left_out += int((served != plan.quota).any())
+    assert left_out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_last", [None, 1, 4])
+def test_groups_of_products_at_home_have_their_rows(num_last):
+    """In windows of a stream, taken rows are those that stay, group by group; `put` writes them back."""
+    rng, topology = np.random.default_rng(1), Topology.flat(2)
+    counts = rng.integers(0, 9, (2, 8)).astype(np.int32)
+    plan = FEPLB(num_dynamic=num_last or 4).rebalance(counts, plain_plan(counts, topology, 8), topology, ())[0]
+    streams = Streams.of(jnp.asarray(counts.sum(0)), 2, num_last)
+    # The addresses do not read the receipt.
+    phases = Phases.of(object.__new__(DirectReceipt), streams, plan, 10**6, num_last)
+    for rank in (0, 1):
+        order = [int(expert) for expert in streams.order[rank]]
+        size, stays = (np.asarray(one.size).reshape(2, 4)[rank] for one in (streams, phases.staying))
+        # An expert moves as a whole here.
+        stream = np.array([e if stays[e] else -1 for e in order for _ in range(size[e])])
+        groups = list(range(4)) + ([] if num_last is None else order[4 - num_last :])
+        for first in range(0, len(stream) + 1, 10):
+            window = CopyWindow(jnp.int32(first), jnp.int32(first + 10))
+            rows = HomeRows.of(phases, window, 10, num_last, jnp.int32(rank))
+            here = np.full(10, -1)
+            here[: len(stream[first : first + 10])] = stream[first : first + 10]
+            taken = np.asarray(rows.take(jnp.asarray(here, jnp.float32)[:, None]))[:, 0]
+            want = [group for group, number in zip(groups, np.asarray(rows.sizes), strict=True) for _ in range(number)]
+            assert taken[: len(want)].tolist() == want
+            assert len(want) == (here >= 0).sum()
+            back = rows.put(jnp.asarray(taken)[:, None] + 100, jnp.asarray(here, jnp.float32)[:, None])[:, 0]
+            assert np.asarray(back)[here >= 0].tolist() == (here[here >= 0] + 100).tolist()
+
+
 @pytest.mark.slow
 def test_the_simulator_is_told_what_is_served():
     """All rows go home; moved rows continue from there, and the waves together equal the plan."""
@@ -125,23 +199,20 @@ def test_the_plan_is_posted_before_rows_go_home_and_copies_run_beside_products()
     graph = of_compiled(compiled().as_text())
     posts, plans = graph.holding("moe_lb_copy_post"), graph.holding("moe_lb_plan_feplb_and_copy")
     # Further rounds have the plan, and move rows by the exchange.
-    home, static = (graph.holding(HEAVY + scope) - graph.holding("further_rounds") for scope in ("come_home", "static"))
-    dynamic = graph.holding(HEAVY + "dynamic_wave") - graph.holding("further_rounds")
+    others = graph.holding("further_rounds") | graph.holding("backward/")
+    home, staying, moved = (graph.holding(HEAVY + scope) - others for scope in ("come_home", "home_wave", "moved_wave"))
     joins = graph.holding("moe_lb_copy_join")
-    (onward,) = graph.holding("moe_lb_copy_rows.*jvp.*/rows_onward/") & graph.needs(static)
-    (back,) = graph.holding("moe_lb_copy_rows.*/dynamic_wave/rows_back/")
-    assert all((posts, plans, home, static, dynamic, joins))
+    (onward,) = graph.holding("moe_lb_copy_rows.*jvp.*/rows_onward/") & graph.needs(staying)
+    (back,) = graph.holding("moe_lb_copy_rows.*/moved_wave/rows_back/")
+    assert all((posts, plans, home, staying, moved, joins))
     assert posts <= graph.needs(home)
     assert not graph.needs(home) & (plans | joins)
     # The plan is launched after the exchange, so that it is passed on once the exchange is launched; then rows move.
     assert home & graph.needs(plans)
     assert plans <= graph.needs([onward])
-    assert not graph.needs(static) & joins
-    # Moved experts come first, so their outputs return during the products of the others.
-    beside = {one for one in dynamic if back in graph.needs([one])}
-    assert joins & graph.needs([back])
-    assert beside
-    assert not {join for join in joins if back in graph.needs([join])} & graph.needs(beside)
+    assert not graph.needs(staying) & joins
+    assert all(joins & graph.needs([one]) for one in moved)
+    assert moved & graph.needs([back])
 
 
 @pytest.mark.slow
@@ -156,13 +227,13 @@ def test_the_same_where_it_is_lowered_for_a_gpu():
     graph = of_lowered(text, "@moe_lb_copy_post")
     plans, posts = graph.holding("@moe_lb_plan_feplb_and_copy"), graph.holding("@moe_lb_copy_post")
     joins = graph.holding("@moe_lb_copy_join")
-    static = graph.holding("static_wave") - graph.holding("further_rounds")
-    dynamic = graph.holding("dynamic_wave")
-    assert all((static, dynamic, plans, joins))
-    assert not graph.needs(static) & joins
+    staying = graph.holding("home_wave") - graph.holding("further_rounds")
+    moved = graph.holding("moved_wave")
+    assert all((staying, moved, plans, joins))
+    assert not graph.needs(staying) & joins
     assert posts <= graph.needs(plans)
-    assert static & graph.needs(dynamic)
-    assert joins & graph.needs(dynamic)
+    assert staying & graph.needs(moved)
+    assert joins & graph.needs(moved)
     # Otherwise XLA may start the copies after the work that they should run beside.
     backward = of_lowered(text, "@moe_lb_copy_start")
     starts = backward.holding("@moe_lb_copy_start.*replicate")
@@ -176,7 +247,8 @@ def test_in_the_backward_pass_copies_are_made_beside_what_stays_at_home():
     (start,) = graph.holding("moe_lb_copy_start")
     (onward,) = graph.holding("moe_lb_copy_rows.*transpose.*/rows_onward/")
     joins = graph.holding("moe_lb_copy_join")
-    home, moved = (graph.holding(rf"moe_lb_grouped.*/{wave}_wave/") for wave in ("home", "moved"))
+    backward = graph.holding("backward/")
+    home, moved = (graph.holding(rf"moe_lb_grouped.*/{wave}_wave/") & backward for wave in ("home", "moved"))
     first = home - graph.holding("further_rounds")
     assert all((first, moved))
     assert onward in graph.needs(first)
