@@ -118,8 +118,8 @@ class Weighing:
             # All ranks take the same branch: counts and plan are equal on all ranks, and times are integers.
             choice = self._choice(bounds, plan, self.time(plan))
             tried = iota(bounds.shape[0]) == choice - 1
-            bounds = namespace(bounds).where(tried, np.int32(MOST_COPIES), bounds)
-            return jax.lax.switch(choice, branches, counts, plan), bounds
+            plan = jax.lax.switch(choice, branches, counts, plan)
+            return plan, namespace(bounds).where(tried, np.int32(MOST_COPIES), bounds)
 
         # A loop, so that the planners are compiled once.
         return jax.lax.fori_loop(0, MOST_PLANS, run, (plan, self._bounds(counts, plan)))[0]

@@ -16,6 +16,7 @@ from jax_moe_lb.balancers import Balancer, Exact, Greedy, RailS, UltraEP
 from jax_moe_lb.cli import main
 from jax_moe_lb.cli.planning import balancer_names, load_balancer
 from jax_moe_lb.core import check_plan, plain_plan
+from tests.cli.commands import output
 
 ROOT = Path(__file__).parents[2]
 HEAD = ["balancer", "num_ranks", "num_experts", "replica_slots"]
@@ -68,13 +69,6 @@ def late_start(tmp_path, monkeypatch):
     monkeypatch.setattr(balancers, "LateStart", LateStart, raising=False)
     monkeypatch.setattr(balancers, "__all__", [*balancers.__all__, "LateStart"])
     return "latestart"
-
-
-def output(capsys, *argv):
-    code = main([str(argument) for argument in argv])
-    captured = capsys.readouterr()
-    assert (code, captured.err) == (0, "")
-    return captured.out
 
 
 def as_json(capsys, *argv):

@@ -14,6 +14,7 @@ import pytest
 from jax_moe_lb.cli import main
 from jax_moe_lb.recordings.counts_files import read_trace
 from jax_moe_lb.recordings.torch_file import read_torch
+from tests.cli.commands import refusal
 
 RECORDED = Path(__file__).parent / "recorded"
 PLACES = [0, 1, 2, 0, 3, 3]
@@ -92,13 +93,6 @@ def test_traces_of_megatron(tmp_path):
     np.testing.assert_array_equal(trace.counts, counts.reshape(4, 2, 2, 6)[:3, ::-1])
 
 
-def refused(capsys, *argv):
-    assert main([str(argument) for argument in argv]) == 2
-    text = capsys.readouterr().err
-    assert text.count("\n") == 1
-    return text
-
-
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -123,20 +117,20 @@ def refused(capsys, *argv):
 )
 def test_traces_of_megatron_that_do_not_fit(tmp_path, capsys, change, expected):
     write_megatron(tmp_path / "trace", change)
-    assert expected in refused(capsys, "convert", tmp_path / "trace", "--experts", 6, "--out", tmp_path / "out.npz")
+    assert expected in refusal(capsys, "convert", tmp_path / "trace", "--experts", 6, "--out", tmp_path / "out.npz")
     assert not (tmp_path / "out.npz").exists()
 
 
 def test_what_is_missing_or_contradicts_is_named(tmp_path, capsys):
     write_megatron(tmp_path / "trace")
     out = "--out", tmp_path / "out.npz"
-    assert "--experts is missing" in refused(capsys, "convert", tmp_path / "trace", *out)
-    assert "--ranks is missing" in refused(capsys, "convert", RECORDED / "stat.pt", *out)
-    assert "--ranks is 4; expected 2" in refused(capsys, "convert", RECORDED / "passes", "--ranks", 4, *out)
-    assert "--experts is 9; expected 4" in refused(capsys, "convert", RECORDED / "passes", "--experts", 9, *out)
-    assert "multiple of the 3 ranks" in refused(capsys, "convert", RECORDED / "stat.pt", "--ranks", 3, *out)
-    assert "no recording found" in refused(capsys, "convert", tmp_path, *out)
-    assert "jax-moe-lb convert" in refused(capsys, "replay", RECORDED / "stat.pt", "--balancer", "greedy")
+    assert "--experts is missing" in refusal(capsys, "convert", tmp_path / "trace", *out)
+    assert "--ranks is missing" in refusal(capsys, "convert", RECORDED / "stat.pt", *out)
+    assert "--ranks is 4; expected 2" in refusal(capsys, "convert", RECORDED / "passes", "--ranks", 4, *out)
+    assert "--experts is 9; expected 4" in refusal(capsys, "convert", RECORDED / "passes", "--experts", 9, *out)
+    assert "multiple of the 3 ranks" in refusal(capsys, "convert", RECORDED / "stat.pt", "--ranks", 3, *out)
+    assert "no recording found" in refusal(capsys, "convert", tmp_path, *out)
+    assert "jax-moe-lb convert" in refusal(capsys, "replay", RECORDED / "stat.pt", "--balancer", "greedy")
 
 
 # ---- invalid torch files ---------------------------------------------------------
@@ -222,7 +216,7 @@ SLOW = {"many lists", "a nested key"}
 def test_a_pickle_holds_data_or_is_refused(case, tmp_path, capsys):
     content, expected = HOSTILE[case]
     (tmp_path / "bad.pt").write_bytes(content)
-    assert expected in refused(capsys, "convert", tmp_path / "bad.pt", "--ranks", 2, "--out", tmp_path / "out.npz")
+    assert expected in refusal(capsys, "convert", tmp_path / "bad.pt", "--ranks", 2, "--out", tmp_path / "out.npz")
 
 
 @pytest.mark.parametrize(
@@ -240,7 +234,7 @@ def test_a_pickle_holds_data_or_is_refused(case, tmp_path, capsys):
 def test_tensors_that_lie(old, new, expected, tmp_path, capsys):
     rewritten(tmp_path / "bad.pt", RECORDED / "stat.pt", old, new)
     assert (tmp_path / "bad.pt").read_bytes().count(new) > (RECORDED / "stat.pt").read_bytes().count(new)
-    assert expected in refused(capsys, "convert", tmp_path / "bad.pt", "--ranks", 2, "--out", tmp_path / "out.npz")
+    assert expected in refusal(capsys, "convert", tmp_path / "bad.pt", "--ranks", 2, "--out", tmp_path / "out.npz")
 
 
 def test_a_tensor_is_no_larger_than_the_file(tmp_path):
@@ -258,5 +252,5 @@ def test_a_directory_that_lies_is_not_read(tmp_path, capsys):
     at = content.rindex(b"PK\6\6") + 40
     content[at : at + 8] = struct.pack("<Q", 2**40)
     (tmp_path / "bad.pt").write_bytes(content)
-    text = refused(capsys, "convert", tmp_path / "bad.pt", "--ranks", 2, "--out", tmp_path / "out.npz")
+    text = refusal(capsys, "convert", tmp_path / "bad.pt", "--ranks", 2, "--out", tmp_path / "out.npz")
     assert "a directory of 1099511627776 bytes" in text

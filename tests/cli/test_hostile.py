@@ -27,6 +27,7 @@ from jax_moe_lb.core.checks import shown
 from jax_moe_lb.layer.systems import plain
 from jax_moe_lb.sim import Cluster, Links, ModelShape, Step, simulate, simulate_uniform, skewed_counts
 from jax_moe_lb.sim.config import load_config, preset_names
+from tests.cli.commands import refusal
 
 MOST_S = 5.0
 MOST_CHARACTERS = 300
@@ -115,15 +116,11 @@ def refused(capsys):
     def run(*argv):
         # CPU time: other programs may take the cores.
         start = time.process_time()
-        code = main([str(argument) for argument in argv])
-        seconds, captured = time.process_time() - start, capsys.readouterr()
-        assert (code, captured.out) == (2, "")
-        assert captured.err.startswith("error: ")
-        assert captured.err.count("\n") == 1
-        assert len(captured.err) <= MOST_CHARACTERS
-        assert captured.err.strip().isprintable()
-        assert seconds < MOST_S
-        return captured.err
+        error = refusal(capsys, *argv)
+        assert time.process_time() - start < MOST_S
+        assert len(error) <= MOST_CHARACTERS
+        assert error.strip().isprintable()
+        return error
 
     return run
 

@@ -6,6 +6,7 @@ import typer
 
 from jax_moe_lb.cli import main
 from jax_moe_lb.cli.app import app
+from tests.cli.commands import refusal
 
 
 def save(path, array):
@@ -50,16 +51,6 @@ OPTIONS = {
     "missing folder": ((*PLAIN, "--out", "no/such/folder/plan.npz"), "--out is no/such/folder/plan.npz"),
     "a folder": ((*PLAIN, "--out", "."), "--out is .: Is a directory"),
 }
-
-
-def refusal(capsys, *argv):
-    code = main([str(argument) for argument in argv])
-    captured = capsys.readouterr()
-    assert (code, captured.out) == (2, "")
-    assert captured.err.startswith("error: ")
-    assert captured.err.count("\n") == 1
-    assert captured.err.endswith("\n")
-    return captured.err
 
 
 @pytest.mark.parametrize("name", ARRAYS)

@@ -16,6 +16,7 @@ from jax_moe_lb.sim import Cluster, Links, Migration, ModelShape, Step, skewed_c
 from jax_moe_lb.sim.config import load_config
 from jax_moe_lb.sim.limits import forecast
 from jax_moe_lb.sim.uniform import sample_of
+from tests.cli.commands import output, refusal
 
 CONFIG = """
 version: 1
@@ -37,22 +38,6 @@ def config(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(CONFIG)
     return str(path)
-
-
-def output(capsys, *argv):
-    assert main([str(argument) for argument in argv]) == 0
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    return captured.out
-
-
-def refusal(capsys, *argv):
-    assert main([str(argument) for argument in argv]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("error: ")
-    assert captured.err.count("\n") == 1
-    return captured.err
 
 
 @pytest.mark.slow

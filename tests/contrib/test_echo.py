@@ -4,26 +4,19 @@ import numpy as np
 import pytest
 
 from benchmarks.layer.workloads import WORKLOADS
-from jax_moe_lb import Topology
 from jax_moe_lb.contrib import ECHO
 from jax_moe_lb.contrib.echo import spilled_tokens
-from jax_moe_lb.core import check_plan, load, plain_plan
-
-
-def plan_for(counts, slots, domain=None):
-    topology = Topology.flat(len(counts), domain)
-    plan, _ = ECHO().rebalance(counts, plain_plan(counts, topology, slots), topology, ())
-    check_plan(plan, counts)
-    return plan
+from jax_moe_lb.core import load
+from tests.contrib.plans import plan_for
 
 
 def test_the_worked_example_of_its_page():
     counts = np.diag([12, 15, 7, 6]).astype(np.int32)
     moved = spilled_tokens(counts.sum(0).reshape(4, 1))
     assert moved.tolist() == [[0, 0, 2, 0], [0, 0, 1, 4], [0, 0, 0, 0], [0, 0, 0, 0]]
-    assert load(plan_for(counts, 3)).tolist() == [10] * 4
+    assert load(plan_for(ECHO(), counts, 3)).tolist() == [10] * 4
     # Of the spills for rank 2 one slot takes the larger.
-    plan = plan_for(counts, 2)
+    plan = plan_for(ECHO(), counts, 2)
     assert plan.placement[:, 1].tolist() == [-1, -1, 0, 1]
     assert load(plan).tolist() == [10, 11, 9, 10]
 
@@ -40,7 +33,7 @@ def test_the_coldest_experts_stay():
 def test_if_slots_abound_all_ranks_have_the_mean_and_its_remainder(domain):
     for workload in WORKLOADS:
         counts = workload.counts(0, 8, 512, 32, 4)
-        loads = load(plan_for(counts, 32, domain)).reshape(-1, domain)
+        loads = load(plan_for(ECHO(), counts, 32, domain)).reshape(-1, domain)
         mean = loads.sum(1, keepdims=True) // domain
         assert (loads >= mean).all()
         assert (loads < mean + domain).all()

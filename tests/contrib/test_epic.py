@@ -7,20 +7,14 @@ import pytest
 
 from jax_moe_lb import Topology
 from jax_moe_lb.contrib import EPIC
-from jax_moe_lb.core import check_plan, load, plain_plan
+from jax_moe_lb.core import load, plain_plan
+from tests.contrib.plans import plan_for
 
 COUNTS = np.diag([9, 6, 5, 4, 1, 3, 2, 2]).reshape(4, 2, 8).sum(1).astype(np.int32)
 
 
-def plan_for(counts, slots, domain=None, **options):
-    topology = Topology.flat(len(counts), domain)
-    plan, _ = EPIC(**options).rebalance(counts, plain_plan(counts, topology, slots), topology, ())
-    check_plan(plan, counts)
-    return plan
-
-
 def test_the_worked_example_of_its_page():
-    plan = plan_for(COUNTS, 3)
+    plan = plan_for(EPIC(), COUNTS, 3)
     assert plan.placement[:, 2].tolist() == [6, 5, 2, 0]
     assert load(plan).tolist() == [8, 7, 6, 11]
     # Both experts of a pair are served by the other rank alone.
@@ -29,21 +23,21 @@ def test_the_worked_example_of_its_page():
 
 def test_a_swap_must_save_more_than_it_takes():
     # The pairs fall from 15 to 11 and from 9 to 7.
-    assert load(plan_for(COUNTS, 3, min_saved=2)).tolist() == [8, 7, 6, 11]
-    assert load(plan_for(COUNTS, 3, min_saved=3)).tolist() == [8, 9, 4, 11]
-    assert load(plan_for(COUNTS, 3, min_saved=5)).tolist() == [15, 9, 4, 4]
+    assert load(plan_for(EPIC(min_saved=2), COUNTS, 3)).tolist() == [8, 7, 6, 11]
+    assert load(plan_for(EPIC(min_saved=3), COUNTS, 3)).tolist() == [8, 9, 4, 11]
+    assert load(plan_for(EPIC(min_saved=5), COUNTS, 3)).tolist() == [15, 9, 4, 4]
 
 
 def test_without_slots_or_with_one_expert_on_each_rank_nothing_moves():
-    assert (plan_for(COUNTS, 2).quota == plain_plan(COUNTS, Topology.flat(4)).quota).all()
+    assert (plan_for(EPIC(), COUNTS, 2).quota == plain_plan(COUNTS, Topology.flat(4)).quota).all()
     counts = np.diag([12, 15, 7, 6]).astype(np.int32)
-    assert load(plan_for(counts, 2)).tolist() == [12, 15, 7, 6]
+    assert load(plan_for(EPIC(), counts, 2)).tolist() == [12, 15, 7, 6]
 
 
 @pytest.mark.parametrize("domain", [6, 3])
 def test_no_other_swap_of_a_pair_is_better(domain):
     counts = np.random.default_rng(domain).integers(0, 50, (6, 18)).astype(np.int32)
-    tokens, after = counts.sum(0).reshape(6, 3), load(plan_for(counts, 4, domain))
+    tokens, after = counts.sum(0).reshape(6, 3), load(plan_for(EPIC(), counts, 4, domain))
     for first in range(0, 6, domain):
         order = first + np.argsort(-tokens[first : first + domain].sum(1), kind="stable")
         for busy, idle in zip(order[: domain // 2], order[::-1], strict=False):

@@ -4,17 +4,10 @@ import numpy as np
 import pytest
 
 from benchmarks.layer.workloads import WORKLOADS
-from jax_moe_lb import Topology
 from jax_moe_lb.contrib import MoonEP
 from jax_moe_lb.contrib.moonep import receive_quotas
-from jax_moe_lb.core import check_plan, load, plain_plan
-
-
-def plan_for(counts, slots, domain=None):
-    topology = Topology.flat(len(counts), domain)
-    plan, _ = MoonEP().rebalance(counts, plain_plan(counts, topology, slots), topology, ())
-    check_plan(plan, counts)
-    return plan
+from jax_moe_lb.core import load
+from tests.contrib.plans import plan_for
 
 
 @pytest.mark.parametrize("name", ["zipf", "lognormal", "hot_rank", "one_hot"])
@@ -23,7 +16,7 @@ def test_every_rank_serves_its_own_number_of_copies(name):
     for seed in range(3):
         counts = workload.counts(seed, 8, 512, 32, 4)
         # As many slots as home experts are enough, by the authors' proof.
-        assert (load(plan_for(counts, 8)) == counts.sum(1)).all()
+        assert (load(plan_for(MoonEP(), counts, 8)) == counts.sum(1)).all()
 
 
 def test_the_most_overloaded_rank_fills_the_emptiest_one():
@@ -37,17 +30,17 @@ def test_the_most_overloaded_rank_fills_the_emptiest_one():
 def test_hottest_experts_go_first_and_stay_without_a_slot():
     counts = np.zeros((2, 4), np.int32)
     counts[0] = 6, 4, 0, 0
-    plan = plan_for(counts, 3)
+    plan = plan_for(MoonEP(), counts, 3)
     assert plan.placement[1].tolist() == [2, 3, 0]
     assert plan.quota[:, 1].tolist() == [5, 0, 0, 0]
     # Nine tokens to move, of which the hottest expert has 6, and one slot.
     counts = np.array([[6, 5, 4, 3, 0, 0, 0, 0], [0] * 8], np.int32)
-    plan = plan_for(counts, 5)
+    plan = plan_for(MoonEP(), counts, 5)
     assert load(plan).tolist() == [12, 6]
-    assert (plan_for(counts, 6).quota.sum(0) == 9).all()
+    assert (plan_for(MoonEP(), counts, 6).quota.sum(0) == 9).all()
 
 
 def test_domains_are_planned_each_for_itself():
     counts = WORKLOADS[1].counts(0, 8, 512, 16, 2)
-    served = load(plan_for(counts, 4, domain=4)).reshape(2, 4)
+    served = load(plan_for(MoonEP(), counts, 4, domain=4)).reshape(2, 4)
     assert (np.ptp(served, axis=1) <= 1).all()

@@ -14,9 +14,11 @@ from jax_moe_lb.core.experts import ClampedSwiGLU, Experts, dense_ffn, geglu, ge
 from jax_moe_lb.kernels import backends, grouped_ffn, grouped_matmul, mosaic_api, mosaic_ffn
 from jax_moe_lb.kernels.backends import HOPPER, choose_backend, prefer_backend
 from jax_moe_lb.kernels.mosaic_ffn import can_activate
+from tests.kernels.backend_cases import draw, split_experts
 
 NUM_ROWS, HIDDEN = 136, 128
 PARTS = (slice(2), slice(2, 4))
+apart = partial(split_experts, parts=PARTS)
 SIZES = {"uneven": (40, 0, 0, 63), "one hot": (0, 0, 128, 0), "no rows": (0, 0, 0, 0)}
 DEVICE = SimpleNamespace(platform="gpu", compute_capability=HOPPER, core_count=2)
 
@@ -40,18 +42,10 @@ def interpreted(monkeypatch):
     gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
-def draw(*shape, seed, dtype=jnp.bfloat16):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) / 4, dtype)
-
-
 def make_experts(gated=True, fused=False, activation=None, inner=128, dtype=jnp.bfloat16):
     up, gate = (draw(4, HIDDEN, inner, seed=seed, dtype=dtype) for seed in (0, 1))
     experts = Experts(up, draw(4, inner, HIDDEN, seed=2, dtype=dtype), gate if gated else None, activation)
     return experts.fused() if fused else experts
-
-
-def apart(experts):
-    return tuple(jax.tree.map(lambda leaf, at=at: leaf[at], experts) for at in PARTS)
 
 
 def reference(rows, weights, experts, group_sizes, upstream):

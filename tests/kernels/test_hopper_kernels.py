@@ -13,7 +13,14 @@ from jax.experimental.pallas import mosaic_gpu
 from jax_moe_lb.kernels import backends, mosaic_api, mosaic_outer
 from jax_moe_lb.kernels import grouped_matmul as op
 from jax_moe_lb.kernels.backends import HOPPER, Product, choose_backend, prefer_backend
-from tests.kernels.backend_cases import matmul_of, outer_of
+from tests.kernels.backend_cases import (
+    assert_products,
+    check_gradients,
+    make_operands,
+    matmul_of,
+    outer_of,
+    sums_by_group,
+)
 
 KERNEL = "Hopper kernel"
 NUM_ROWS, WIDTHS = 264, (128, 128)
@@ -52,33 +59,12 @@ def run(function, *args):
     return first
 
 
-def make_operands(sizes, widths=WIDTHS, num_rows=NUM_ROWS):
-    """Return rows, NaN beyond the last group, and matrices."""
-    rng = np.random.default_rng(0)
-    rows = jnp.asarray(rng.normal(size=(num_rows, widths[0])), jnp.bfloat16).at[sum(sizes) :].set(jnp.nan)
-    return rows, jnp.asarray(rng.normal(size=(len(sizes), *widths)) / 8, jnp.bfloat16)
-
-
-def assert_products(got, rows, matrices, sizes):
-    used, group = sum(sizes), np.repeat(np.arange(len(sizes)), sizes)
-    rows, matrices = (np.asarray(array, np.float64) for array in (rows[:used], matrices))
-    want = np.einsum("ai,aio->ao", rows, matrices[group])
-    # Rounded once: to half a unit in the last place of bfloat16.
-    np.testing.assert_allclose(np.asarray(got[:used], np.float64), want, rtol=2**-8, atol=1e-4)
-
-
-def sums_by_group(left, right, sizes):
-    ends = np.cumsum(sizes)
-    left, right = (np.asarray(array, np.float64) for array in (left, right))
-    return np.stack([left[end - n : end].T @ right[end - n : end] for n, end in zip(sizes, ends, strict=True)])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("sizes", others_thorough)
 def test_products_of_parts(sizes, transposed):
     sizes = SIZES[sizes]
-    rows, matrices = make_operands(sizes)
+    rows, matrices = make_operands(sizes, num_rows=NUM_ROWS)
     weights = matrices.mT if transposed else matrices
     multiply = partial(matmul_of(KERNEL, "cuda"), transposed=transposed)
     operands = rows, (weights[:3], weights[3:]), jnp.array(sizes, jnp.int32)
@@ -94,8 +80,8 @@ def test_products_of_parts(sizes, transposed):
 @pytest.mark.parametrize("sizes", others_thorough)
 def test_sums_of_parts(sizes, dtype):
     sizes = SIZES[sizes]
-    rows, _ = make_operands(sizes)
-    others = make_operands(sizes, WIDTHS[::-1])[0]
+    rows, _ = make_operands(sizes, num_rows=NUM_ROWS)
+    others = make_operands(sizes, WIDTHS[::-1], NUM_ROWS)[0]
     got = run(partial(outer_of(KERNEL, "cuda"), dtype=dtype, parts=PARTS), rows, others, jnp.array(sizes, jnp.int32))
     assert tuple(len(part) for part in got) == PARTS
     want = sums_by_group(rows, others, sizes)
@@ -106,7 +92,7 @@ def test_sums_of_parts(sizes, dtype):
 @pytest.mark.slow
 def test_sums_of_empty_replicas_are_not_written():
     sizes = (*SIZES["uneven"][:3], 0, 61)
-    rows, _ = make_operands(sizes)
+    rows, _ = make_operands(sizes, num_rows=NUM_ROWS)
     sums = partial(mosaic_outer.outer, parts=PARTS, dtype=jnp.float32, cleared=(True, False))
     home, replicas = run(sums, rows, rows, jnp.array(sizes, jnp.int32))
     want = sums_by_group(rows, rows, sizes)
@@ -141,27 +127,13 @@ def test_narrow_operands_are_padded():
 
 @pytest.mark.slow
 def test_gradients(monkeypatch):
-    """Gradients of rows and matrices by the kernels, with NaN rows of no group."""
-    sizes = SIZES["uneven"]
-    rows, matrices = make_operands(sizes)
-    upstream = make_operands(sizes, WIDTHS[::-1])[0]
-    group_sizes = jnp.array(sizes, jnp.int32)
-
     def on_cuda(product, *operands, sums=None):
         choice = choose_backend(product, "cuda")
         assert choice.backend.name == KERNEL, choice.why
         return choice.backend(product, *operands, sums)
 
     monkeypatch.setattr(op, "_by_platform", on_cuda)
-
-    def gradients(rows, matrices, upstream):
-        multiply = partial(op.grouped_matmul, group_sizes=group_sizes)
-        return jax.vjp(lambda rows, matrices: multiply(rows, matrices), rows, matrices)[1](upstream)
-
-    of_rows, of_matrices = run(gradients, rows, matrices, upstream)
-    assert_products(of_rows, upstream, matrices.mT, sizes)
-    want = sums_by_group(rows, upstream, sizes)
-    np.testing.assert_allclose(np.asarray(of_matrices, np.float64), want, rtol=2**-8, atol=1e-3)
+    check_gradients(SIZES["uneven"], NUM_ROWS, run)
 
 
 def make_product(widths=WIDTHS, num_rows=NUM_ROWS, dtype=jnp.bfloat16, kind="product"):

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jax_moe_lb.kernels import backends as grouped_kernels
 from jax_moe_lb.kernels.grouped_matmul import matmul_product, outer_product
 from jax_moe_lb.kernels.triton_outer import OUTER as TILE_OF_OUTER
-from tests.kernels.backend_cases import outer_of, rejected
+from tests.kernels.backend_cases import outer_of, rejected, sums_by_group
 from tests.layer_cases import make_mesh
 
 NUM_ROWS, INNER, OUTER = 320, 256, 128
@@ -33,12 +33,6 @@ def make_operands(dtype=jnp.bfloat16, columns=INNER):
     return tuple(jnp.asarray(rng.normal(size=(NUM_ROWS, n)), dtype) for n in (columns, OUTER))
 
 
-def by_group(rows, others, group_sizes):
-    ends = np.cumsum(group_sizes)
-    rows, others = (np.asarray(array, np.float64) for array in (rows, others))
-    return np.stack([rows[e - n : e].T @ others[e - n : e] for n, e in zip(group_sizes, ends, strict=True)])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
@@ -52,7 +46,7 @@ def test_sums_of_groups(dtype, group_sizes):
     # Uninitialized rows may be NaN, and are not read.
     unwritten = (array.at[used:].set(jnp.nan) for array in (rows, others))
     sums = triton_outer(*unwritten, jnp.array(group_sizes, jnp.int32), dtype=jnp.float32)
-    np.testing.assert_allclose(sums, by_group(rows, others, group_sizes), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(sums, sums_by_group(rows, others, group_sizes), rtol=1e-5, atol=1e-4)
 
 
 def test_tiles_of_both_widths():
@@ -60,7 +54,7 @@ def test_tiles_of_both_widths():
     group_sizes = (0, 100, 33, 0, 187)
     sums = triton_outer(others, rows, jnp.array(group_sizes, jnp.int32), dtype=jnp.float32)
     assert rows.shape[1] % TILE_OF_OUTER.columns == 0 < others.shape[1] % TILE_OF_OUTER.columns
-    np.testing.assert_allclose(sums, by_group(others, rows, group_sizes), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(sums, sums_by_group(others, rows, group_sizes), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("widths", [pytest.param((2880, 136), marks=pytest.mark.thorough), (130, 384), (130, 16)])
@@ -69,7 +63,7 @@ def test_the_last_tiles_overlap_the_previous_ones(widths):
     rng = np.random.default_rng(1)
     rows, others = (jnp.asarray(rng.normal(size=(96, n)), jnp.bfloat16).at[used:].set(jnp.nan) for n in widths)
     sums = triton_outer(rows, others, jnp.array(group_sizes, jnp.int32), dtype=jnp.float32)
-    np.testing.assert_allclose(sums, by_group(rows, others, group_sizes), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(sums, sums_by_group(rows, others, group_sizes), rtol=1e-5, atol=1e-4)
 
 
 def test_sums_in_parts():
@@ -78,7 +72,7 @@ def test_sums_in_parts():
     before = tuple(jnp.full((n, INNER, OUTER), 3.0) for n in (3, 1))
     sums = triton_outer(rows, others, jnp.array(group_sizes, jnp.int32), sums=before, parts=(3, 1))
     assert tuple(len(part) for part in sums) == (3, 1)
-    np.testing.assert_allclose(np.concatenate(sums), by_group(rows, others, group_sizes) + 3, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(np.concatenate(sums), sums_by_group(rows, others, group_sizes) + 3, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -100,7 +94,9 @@ def test_on_a_mesh():
     def sums(rows, others, group_sizes):
         return triton_outer(rows, others, group_sizes, dtype=jnp.float32)
 
-    each = [by_group(rows[at : at + 80], others[at : at + 80], (30, 0, 40)) for at in range(0, NUM_ROWS, NUM_ROWS // 4)]
+    each = [
+        sums_by_group(rows[at : at + 80], others[at : at + 80], (30, 0, 40)) for at in range(0, NUM_ROWS, NUM_ROWS // 4)
+    ]
     np.testing.assert_allclose(sums(rows, others, group_sizes), np.concatenate(each), rtol=1e-5, atol=1e-4)
 
 

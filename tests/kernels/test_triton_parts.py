@@ -16,10 +16,12 @@ from jax_moe_lb.kernels import grouped_matmul as products
 from jax_moe_lb.kernels.grouped_ffn import takes_parts
 from jax_moe_lb.transport import slot_weights
 from tests.adapters import with_adapters
+from tests.kernels.backend_cases import draw, split_experts
 from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 
 NUM_ROWS, WIDTH, INNER = 160, 128, 136
 PARTS = (slice(3), slice(3, 5))
+apart = partial(split_experts, parts=PARTS)
 SIZES = {
     "uneven": (60, 0, 3, 50, 20),
     "one hot": (0, 0, 0, 0, 130),
@@ -46,10 +48,6 @@ def with_kernels_of_gpus(monkeypatch):
     monkeypatch.setattr(products, "_by_platform", on_cuda)
 
 
-def draw(*shape, seed, dtype=jnp.bfloat16):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) / 4, dtype)
-
-
 def make_experts(fused=False, biased=False, widths=(WIDTH, INNER), dtype=jnp.bfloat16):
     width, inner = widths
     shapes = [(width, inner), (inner, width), (width, inner)]
@@ -57,10 +55,6 @@ def make_experts(fused=False, biased=False, widths=(WIDTH, INNER), dtype=jnp.bfl
     up, down, gate, *rest = (draw(5, *shape, seed=i, dtype=dtype) for i, shape in enumerate([*shapes, *biases]))
     experts = Experts(up, down, gate, None, *rest)
     return experts.fused() if fused else experts
-
-
-def apart(experts):
-    return tuple(jax.tree.map(lambda leaf, at=at: leaf[at], experts) for at in PARTS)
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from jax_moe_lb import (
     Buffers,
     Experts,
     HostCallback,
-    Losses,
     MoEParams,
     Plan,
     System,
@@ -30,10 +29,8 @@ from jax_moe_lb import (
     raise_on_fault,
 )
 from jax_moe_lb.core.stats import NO_FAULT, PLAN
-from jax_moe_lb.layer import CHECKPOINT_NAMES
 from jax_moe_lb.layer.moe import moe
 from jax_moe_lb.routing import ForceBalanced
-from jax_moe_lb.transport import Direct
 from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 
 BY_NAME = {workload.name: workload for workload in WORKLOADS}
@@ -123,16 +120,6 @@ def test_groups_side_by_side_need_different_rounds():
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
-def test_plain_gelu_experts():
-    case, mesh = Case(gated=False), make_mesh((8,), ("expert",))
-    args = arguments(case, BY_NAME["zipf"], 8)
-    (y, _), gradients = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), greedy()))(*args)
-    (want, _), want_gradients = dense_with_gradients(TopK(2))(*args)
-    assert_close((y, gradients), (want, want_gradients), 1e-5)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "headroom", [0.1, 1.05, *(pytest.param(value, marks=pytest.mark.thorough) for value in (0.5, 8.0))]
 )
@@ -179,32 +166,6 @@ def test_force_balanced_routing_needs_no_balancing():
     assert_close((y, gradients), (want, want_gradients), 1e-5)
     assert stats.imbalance_before[0] == 1
     assert stats.rounds[0] == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("keep_names", [True, pytest.param(False, marks=pytest.mark.thorough)])
-@pytest.mark.thorough
-def test_scan_over_layers_with_remat(keep_names):
-    """Two layers with the same weights, residuals and router losses; only the named values are kept, if any."""
-    case, mesh = Case(), make_mesh((8,), ("expert",))
-    losses = Losses(switch=0.1, sequence=0.1, z=0.01)
-    layer = sharded_moe(mesh, Topology.from_mesh(mesh), greedy(1, Buffers(headroom=0.4)), losses=losses)
-    x, mask, kernel, experts, target = arguments(case, BY_NAME["zipf"], 8)
-
-    def loss(x, kernel, experts, wrap):
-        def step(carry, _):
-            y, stats = wrap(layer)(carry[0], mask, kernel, experts)
-            return (carry[0] + 0.1 * y, carry[1] + stats.loss[0]), None
-
-        carry = (x, jnp.float32(0))
-        carry, _ = jax.lax.scan(step, carry, None, length=2)
-        return (carry[0] * target).sum() + carry[1]
-
-    def gradients(wrap):
-        return jax.jit(jax.grad(lambda *args: loss(*args, wrap), argnums=(0, 1, 2)))(x, kernel, experts)
-
-    policy = jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES) if keep_names else None
-    assert_close(gradients(lambda f: jax.checkpoint(f, policy=policy)), gradients(lambda f: f), 1e-5)
 
 
 @pytest.mark.slow
@@ -356,12 +317,6 @@ def test_a_bad_plan_of_a_host_callback_is_replaced(planner, message):
     np.testing.assert_array_equal(stats.load_after, stats.load_before)
     with pytest.raises(ValueError, match=message):
         raise_on_fault(stats)
-
-
-@pytest.mark.parametrize("headroom", [0.0, -1.0, float("nan"), float("inf")])
-def test_bad_headroom_is_refused(headroom):
-    with pytest.raises(ValueError, match=rf"headroom is {headroom}; expected a finite number above 0"):
-        Direct(Buffers(headroom))
 
 
 def test_bad_shapes_are_refused():

@@ -7,14 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from jax_moe_lb import (
-    ExpertConfig,
-    Experts,
-    MoE,
-    TopK,
-    Topology,
-    greedy,
-)
+from jax_moe_lb import ExpertConfig, Experts, MoE, TopK, Topology, greedy
 from jax_moe_lb.core.experts import dense_ffn
 from tests.oracle import dense_moe
 
@@ -22,19 +15,10 @@ WIDTH, INNER, NUM_EXPERTS = 16, 24, 8
 BIASED = TopK(2, selection_bias=True)
 
 
-def make(mesh, system=greedy(), router=TopK(2), expert_axis="expert", experts=ExpertConfig(INNER), **options):
-    topology = Topology.from_mesh(mesh, expert_axis)
-    return MoE(
-        WIDTH,
-        NUM_EXPERTS,
-        router,
-        mesh=mesh,
-        topology=topology,
-        system=system,
-        experts=experts,
-        rngs=nnx.Rngs(0),
-        **options,
-    )
+def make(mesh, system=greedy(), router=TopK(2), expert_axis="expert", topology=None, rngs=None, **options):
+    topology = Topology.from_mesh(mesh, expert_axis) if topology is None else topology
+    options = {"experts": ExpertConfig(INNER), "rngs": nnx.Rngs(0) if rngs is None else rngs} | options
+    return MoE(WIDTH, NUM_EXPERTS, router, mesh=mesh, topology=topology, system=system, **options)
 
 
 def tokens(mesh=None, spec=None):

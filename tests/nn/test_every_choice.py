@@ -25,26 +25,19 @@ from jax_moe_lb import (
     kernels,
     router_loss,
     routing,
-    transport,
 )
 from jax_moe_lb.balancers import Exact
 from jax_moe_lb.nn import SharedMix
-from jax_moe_lb.routing import ForceBalanced, NoisyTopK, Router, Routing
-from jax_moe_lb.transport import Dispatch
+from jax_moe_lb.routing import ForceBalanced, NoisyTopK, Routing
 from tests.layer_cases import assert_close, make_mesh
-from tests.nn.dense_float64 import dense
+from tests.stress.dense_module import Tokens, dense
+from tests.test_options import DISPATCHES, ROUTERS
 
 WIDTH, INNER, NUM_EXPERTS, NUM_TOKENS = 8, 12, 8, 24
 
 
-def exported(module, base):
-    values = [getattr(module, name) for name in module.__all__]
-    return [v for v in values if inspect.isclass(v) and issubclass(v, base) and not inspect.isabstract(v)]
-
-
 def routers():
-    classes = [cls for cls in exported(routing, Router) if cls is not Router]
-    made = [cls(TopK(2) if "router" in inspect.signature(cls).parameters else 2) for cls in classes]
+    made = [cls(TopK(2) if "router" in inspect.signature(cls).parameters else 2) for cls in ROUTERS]
     ones = [TopK(1), TopK(1, score=jax.nn.sigmoid), TopK(1, scale_inputs=True), NoisyTopK(TopK(1))]
     return [*made, *ones, ForceBalanced(TopK(1)), TopK(3, logit_bias=True, capacity_factor=1.0)]
 
@@ -55,7 +48,7 @@ def activations():
 
 
 def cases():
-    choices = activations(), routers(), exported(transport, Dispatch)
+    choices = activations(), routers(), DISPATCHES
     number = max(map(len, choices))
     return list(zip(*(itertools.islice(itertools.cycle(values), number) for values in choices), strict=True))
 
@@ -78,6 +71,10 @@ def arguments():
     return jnp.where(mask[:, None], x, jnp.nan), tokens
 
 
+def on_host(tree):
+    return jax.tree.map(lambda leaf: jnp.asarray(jax.device_get(leaf)), tree)
+
+
 def check(layer, x, **tokens):
     """Compare outputs and gradients of tokens and parameters with the dense layer; return the gradients."""
     target = jax.random.normal(jax.random.key(2), (NUM_TOKENS, WIDTH), jnp.float64)
@@ -88,13 +85,12 @@ def check(layer, x, **tokens):
         return (y * target).sum(), y
 
     def reference(params, x):
-        flat = {name: array.reshape(-1) if array.ndim else array for name, array in tokens.items()}
-        y = dense(nnx.merge(graph, params, rest, copy=True), x.reshape(target.shape), **flat)
+        given = Tokens(**{"token_ids": jnp.zeros(x.shape[:-1], int), "key": jax.random.key(0)} | tokens)
+        y = dense(nnx.merge(graph, params, on_host(rest), copy=True), x, given)[0].reshape(target.shape)
         return (y * target).sum(), y
 
     got = jax.jit(jax.value_and_grad(ours, (0, 1), has_aux=True))(params, x)
-    whole = jax.tree.map(lambda leaf: jnp.asarray(jax.device_get(leaf)), (params, x))
-    assert_close(got, jax.jit(jax.value_and_grad(reference, (0, 1), has_aux=True))(*whole), 1e-12)
+    assert_close(got, jax.jit(jax.value_and_grad(reference, (0, 1), has_aux=True))(*on_host((params, x))), 1e-12)
     return nnx.to_pure_dict(got[1][0])
 
 

@@ -19,7 +19,6 @@ from jax_moe_lb import (
     plain,
     router_loss,
 )
-from jax_moe_lb.kernels import ClampedSwiGLU, relu_squared
 from jax_moe_lb.layer import CHECKPOINT_NAMES
 from jax_moe_lb.layer.systems import eplb
 from jax_moe_lb.nn.variables import BalancerState
@@ -99,16 +98,7 @@ def test_any_number_of_tokens_is_served(shape, axis_type):
 def test_axes_that_are_neither_the_groups_nor_the_datas_do_the_same(system):
     mesh = make_mesh((2, 2, 2), ("data", "expert", "tensor"))
     topology = Topology.from_mesh(mesh, data_axes="data")
-    layer = MoE(
-        WIDTH,
-        NUM_EXPERTS,
-        TopK(2),
-        mesh=mesh,
-        topology=topology,
-        system=system,
-        experts=ExpertConfig(INNER),
-        rngs=nnx.Rngs(0),
-    )
+    layer = make(mesh, system, topology=topology)
     reference = make(make_mesh((1,), ("expert",)))
     y, stats, got = values_and_gradients(layer, tokens())
     assert_close(y, dense_layer(reference, tokens()), 1e-5)
@@ -122,16 +112,7 @@ def test_it_works_where_some_axes_are_manual_already():
     """Two pipeline stages with separate microbatches."""
     mesh = make_mesh((2, 2, 2), ("stage", "data", "expert"))
     topology = Topology.from_mesh(mesh, data_axes="data")
-    layer = MoE(
-        WIDTH,
-        NUM_EXPERTS,
-        TopK(2),
-        mesh=mesh,
-        topology=topology,
-        system="exact",
-        experts=ExpertConfig(INNER),
-        rngs=nnx.Rngs(0),
-    )
+    layer = make(mesh, "exact", topology=topology)
     reference = make(make_mesh((1,), ("expert",)))
     graph, state = nnx.split(layer)
     x = jnp.stack([tokens(), 2 * tokens()])
@@ -178,37 +159,6 @@ def test_a_decode_step_needs_no_buffers_of_training():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("activation", "gated"),
-    [
-        pytest.param(ClampedSwiGLU(limit=1.0), True, marks=pytest.mark.thorough),
-        pytest.param(relu_squared, False, marks=pytest.mark.thorough),
-    ],
-)
-def test_experts_have_other_activations(activation, gated):
-    """Includes the shared expert; the reference evaluates the formula over all experts."""
-    layer = make(make_mesh((8,), ("expert",)), experts=ExpertConfig(INNER, activation, gated), shared=SharedExpert(12))
-
-    def ffn(x, up, down, gate):
-        return activation(*([] if gate is None else [x @ gate]), x @ up) @ down
-
-    def dense(layer, x):
-        flat = x.reshape(-1, WIDTH)
-        gates = [None] * NUM_EXPERTS if layer.gate is None else list(layer.gate[...])
-        outputs = jnp.stack([ffn(flat, *one) for one in zip(layer.up[...], layer.down[...], gates, strict=True)], 1)
-        routing = TopK(2)(flat @ layer.kernel[...])
-        chosen = jnp.take_along_axis(outputs, routing.experts[..., None], 1)
-        gate = None if layer.shared_gate is None else layer.shared_gate[...]
-        shared = ffn(flat, layer.shared_up[...], layer.shared_down[...], gate)
-        return ((chosen * routing.weights[..., None]).sum(1) + shared).reshape(x.shape)
-
-    x = tokens()
-    y, _, got = values_and_gradients(layer, x)
-    assert_close(y, nnx.jit(dense)(layer, x), 1e-5)
-    assert_close(got, nnx.to_pure_dict(gradients(dense, layer, x)), 1e-5)
-
-
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_training_step_needs_no_masks():
     """The optimizer updates parameters only; the bias has its own update rule."""
@@ -241,17 +191,7 @@ def test_scan_over_stacked_layers_with_remat():
     @nnx.split_rngs(splits=num_layers)
     @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
     def stack(rngs):
-        topology = Topology.from_mesh(mesh)
-        return MoE(
-            WIDTH,
-            NUM_EXPERTS,
-            TopK(2),
-            mesh=mesh,
-            topology=topology,
-            system=greedy(),
-            experts=ExpertConfig(INNER),
-            rngs=rngs,
-        )
+        return make(mesh, rngs=rngs)
 
     layers = stack(nnx.Rngs(0))
     policy = jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)
@@ -294,9 +234,7 @@ def test_scan_over_stacked_layers_with_remat():
 def test_embedding_gradients_of_any_number_of_tokens(num_tokens):
     mesh = make_mesh((4, 2), ("expert", "tensor"))
     topology = Topology.from_mesh(mesh, tensor_axes=("tensor",))
-    layer = MoE(
-        WIDTH, NUM_EXPERTS, TopK(2), mesh=mesh, topology=topology, experts=ExpertConfig(INNER), rngs=nnx.Rngs(0)
-    )
+    layer = make(mesh, "exact", topology=topology)
     ids, embedding = jnp.arange(63, 63 - num_tokens, -1), jax.random.normal(jax.random.key(1), (64, WIDTH))
 
     def loss(embedding, layer, call):
@@ -321,22 +259,8 @@ def test_masked_tokens_get_zero():
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_tokens_on_no_mesh_go_through_a_layer_on_an_explicit_one():
-    """The README's layer on another kind of mesh: inputs without a mesh give outputs replicated over it."""
-    x = jax.random.normal(jax.random.key(1), (8, 4, 16))
-    outs = []
-    for axis_type in (AxisType.Auto, AxisType.Explicit):
-        mesh = make_mesh((8,), ("expert",), axis_type)
-        layer = MoE(
-            16,
-            16,
-            TopK(2),
-            mesh=mesh,
-            topology=Topology.from_mesh(mesh),
-            system=greedy(),
-            experts=ExpertConfig(8),
-            rngs=nnx.Rngs(0),
-        )
-        outs.append(layer(x)[0])
+    """Inputs without a mesh give outputs replicated over it."""
+    outs = [make(make_mesh((8,), ("expert",), kind))(tokens())[0] for kind in (AxisType.Auto, AxisType.Explicit)]
     assert outs[1].sharding.is_fully_replicated
     np.testing.assert_allclose(*outs, rtol=1e-6)
 

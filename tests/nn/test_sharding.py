@@ -13,7 +13,7 @@ from jax_moe_lb.core.experts import ADAPTERS, dense_ffn
 from jax_moe_lb.transport import FsdpExperts, scan_prefetched
 from tests.adapters import adapters_of, with_adapters
 from tests.layer_cases import assert_close, make_mesh
-from tests.oracle import dense_moe
+from tests.stress.dense_module import Tokens, dense
 
 WIDTH, INNER, NUM_EXPERTS = 16, 24, 8
 
@@ -43,16 +43,7 @@ def with_biases(layer):
 
 
 def dense_layer(layer, x):
-    w = {name: getattr(layer, name)[...] for name in ("up", "down", "gate", "up_bias", "down_bias", "gate_bias")}
-    # Represent the router bias by an additional input of 1.
-    wide = jnp.concatenate([x.reshape(-1, WIDTH), jnp.ones((x.size // WIDTH, 1))], -1)
-    kernel = jnp.concatenate([layer.kernel[...], layer.kernel_bias[...][None]])
-    padded = Experts(
-        jnp.pad(w["up"], ((0, 0), (0, 1), (0, 0))), jnp.pad(w["down"], ((0, 0), (0, 0), (0, 1))),
-        jnp.pad(w["gate"], ((0, 0), (0, 1), (0, 0))), up_bias=w["up_bias"], gate_bias=w["gate_bias"],
-        down_bias=jnp.pad(w["down_bias"], ((0, 0), (0, 1))),
-    )  # fmt: skip
-    return dense_moe(wide, kernel, padded, layer.router)[:, :WIDTH].reshape(x.shape)
+    return dense(layer, x, Tokens(None, jnp.zeros(x.shape[:-1], int), jax.random.key(0)))[0]
 
 
 def rules(**axes):

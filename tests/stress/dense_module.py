@@ -1,4 +1,4 @@
-"""A dense float64 form of `MoE` with biases, adapters, groups and losses; see `tests.nn.dense_float64`."""
+"""A dense float64 form of `MoE` with biases, adapters, groups and losses; activations and mixes are formulas."""
 
 import itertools
 from collections.abc import Iterator
@@ -8,13 +8,35 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.scipy.special import erf
 
 from jax_moe_lb import MoE, TokenInfo
+from jax_moe_lb.kernels import ClampedSwiGLU, geglu, gelu_exact, relu_squared, swiglu
 from jax_moe_lb.nn import SharedMix
 from jax_moe_lb.routing import Routing
 from jax_moe_lb.routing.more_routers import capacity, within_capacity
 from jax_moe_lb.routing.routers import router_options
-from tests.nn.dense_float64 import FORMULAS
+
+
+def silu(z):
+    return z / (1 + jnp.exp(-z))
+
+
+def gelu_tanh(z):
+    return 0.5 * z * (1 + jnp.tanh(jnp.sqrt(2 / jnp.pi) * (z + 0.044715 * z**3)))
+
+
+FORMULAS = {
+    None: lambda gate, up: silu(gate) * up,
+    swiglu: lambda gate, up: silu(gate) * up,
+    geglu: lambda gate, up: gelu_tanh(gate) * up,
+    gelu_exact: lambda up: 0.5 * up * (1 + erf(up / jnp.sqrt(2))),
+    relu_squared: lambda up: jnp.where(up > 0, up, 0) ** 2,
+    ClampedSwiGLU(): lambda gate, up: (
+        (jnp.clip(up, -7, 7) + 1) * jnp.minimum(gate, 7) / (1 + jnp.exp(-1.702 * jnp.minimum(gate, 7)))
+    ),
+}
+"""Formula of each activation; others are their own."""
 
 
 class Tokens(NamedTuple):
@@ -39,8 +61,16 @@ def widened(array):
 
 def dense(layer: MoE, x: Array, tokens: Tokens) -> tuple[Array, Array]:
     """Return the outputs of tokens `[..., H]`, 0 for padding, and the mean router loss of the groups."""
+    # The tests require explicit conversions of the library, not of this reference.
+    with jax.numpy_dtype_promotion("standard"):
+        return _dense(layer, x, tokens)
+
+
+def _dense(layer: MoE, x: Array, tokens: Tokens) -> tuple[Array, Array]:
     flat = x.reshape(-1, x.shape[-1])
     active = jnp.ones(len(flat), bool) if tokens.mask is None else tokens.mask.reshape(-1)
+    # Padding may be NaN.
+    flat = jnp.where(active[:, None], flat, 0)
     # The layer routes without a mask if there is no padding.
     tokens = tokens._replace(mask=active if tokens.mask is not None or layer._layout(x).is_padded else None)
     y, losses, chosen, scores = jnp.zeros_like(flat), [], [], []

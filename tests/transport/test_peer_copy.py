@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from benchmarks.layer.workloads import WORKLOADS
-from jax_moe_lb import Experts, Plan, System, Topology, greedy
+from jax_moe_lb import Experts, Plan, Topology, greedy
 from jax_moe_lb.transport import Gather
 from jax_moe_lb.transport.replicate import PeerCopy
 from tests.layer_cases import Case, make_mesh, sharded_moe, with_gradients
@@ -79,27 +79,6 @@ def test_without_replica_slots_the_home_experts_are_the_slots():
 
     run = jax.jit(jax.shard_map(one_rank, mesh=MESH, in_specs=(SPEC, PartitionSpec()), out_specs=SPEC))
     jax.tree.map(np.testing.assert_array_equal, run(experts(), jnp.asarray(placement)), experts())
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_a_layer_with_it_equals_one_with_gather():
-    """Forward and backward, including replicas."""
-    case, workload = Case(), next(w for w in WORKLOADS if "zipf" in w.name.lower())
-    x, mask = case.tokens(workload, RANKS, jnp.float32)
-    kernel, weights = case.params(jnp.float32)
-    target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), jnp.float32)
-    system = greedy(replica_slots=2)
-    results = []
-    for one in (system, dataclasses.replace(system, replicate=PeerCopy())):
-        assert isinstance(one, System)
-        run = with_gradients(sharded_moe(MESH, TOPOLOGY, one))
-        results.append(run(x, mask, kernel, weights, target))
-    (y, stats), gradients = results[1]
-    (y_of_gather, _), gradients_of_gather = results[0]
-    assert stats.imbalance_after[0] < stats.imbalance_before[0]
-    np.testing.assert_array_equal(y, y_of_gather)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), gradients, gradients_of_gather)
 
 
 @pytest.mark.slow
