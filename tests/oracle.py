@@ -11,7 +11,7 @@ def dense_moe(x, kernel, experts: Experts, router, mask=None, bias=None):
     """Apply every expert to every token; `[T, H]` tokens of all ranks, `[E, ...]` experts of all ranks."""
     wide = x.dtype if x.dtype == jnp.float64 else jnp.float32
     logits = jnp.matmul(x.astype(wide), kernel.astype(wide), precision="highest")
-    routing = router(logits, bias, TokenInfo(mask=mask))
+    routing = router(logits, bias, TokenInfo(mask=mask, position=jnp.arange(logits.shape[0])))
     up = biased(jnp.einsum("th,ehf->etf", x, experts.up), experts.up_bias)
     gate = None if experts.gate is None else biased(jnp.einsum("th,ehf->etf", x, experts.gate), experts.gate_bias)
     hidden = jax.nn.gelu(up) if gate is None else jax.nn.silu(gate) * up
