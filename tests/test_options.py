@@ -86,6 +86,7 @@ VALUES = {
     "capacity_factor": 0.25,
     ("QuantizedTransfer", "dtype"): jnp.int8,
     ("QuantizedTransfer", "block"): 64,
+    ("Codec", "gradient_ratio"): 2.0,
 }
 """Other values of options whose annotation gives none."""
 
