@@ -26,7 +26,6 @@ ConfigT = TypeVar("ConfigT")
 
 # Keys of the section `parallel` by their name in `--mesh`.
 MESH_AXES = {"data": "data_parallel", "expert": "expert_parallel", "domain": "ranks_per_domain", "stage": "stages"}
-
 LIST = "list"  # value of `--set` to print all keys
 KIND_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 WORDS = {"true": True, "false": False}

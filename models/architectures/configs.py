@@ -371,7 +371,6 @@ def _unrotated(fields: Fields) -> tuple[int, ...]:
 
 
 def _llama_dense(fields: Fields) -> tuple[int, ...]:
-    """Return the layers without experts."""
     num_layers, step = fields.num_layers(), max(fields.integer("interleave_moe_layer_step"), 1)
     sparse: Any = range(step - 1, num_layers, step)
     if fields.get("moe_layers") is not None:

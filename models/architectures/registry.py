@@ -33,7 +33,6 @@ class Architecture:
 
 
 def _names(given: Mapping[str, Any]) -> Names:
-    """Return the names in a table, whose lists are tuples."""
     read = {name: _tuples(value) for name, value in given.items()}
     return Names(**read | ({"stack": Stack(**read["stack"])} if "stack" in read else {}))
 

@@ -8,6 +8,7 @@ import math
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -18,8 +19,7 @@ from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.file_limits import LimitError, open_regular, parse_json, read_bytes
 from jax_moe_lb.core.plan_file import read_header
 from models.data.chat import MESSAGES_FIELD, ChatTemplate, Example, conversation_in
-from models.data.conversations import Conversations
-from models.data.corpus import Corpus, Documents, Part, Stream, joined
+from models.data.corpus import Conversations, Corpus, Documents, Part, Stream, joined
 from models.data.tokenizers import Bytes, Tokenizer
 
 SUFFIXES = (".parquet", ".arrow")  # ends of the names of files with rows
@@ -69,18 +69,20 @@ def _files(path: Path, limits: FileLimits) -> list[Path]:
     return [path / file for file in sorted(inside) if not any(part.startswith(".") for part in file.parts)]
 
 
-def _bytes(file: Path) -> bytes:
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Add the path to errors of reading a file."""
     try:
-        with open_regular(file) as content:
-            return content.read()
+        yield
     except OSError as error:
-        raise _unreadable(file, error) from error
+        raise ValueError(f"data is {str(file)!r}; expected a readable file: {error.strerror}") from error
     except LimitError as error:
         raise LimitError(f"data is {str(file)!r}: {error}") from error
 
 
-def _unreadable(file: Path, error: OSError) -> ValueError:
-    return ValueError(f"data is {str(file)!r}; expected a readable file: {error.strerror}")
+def _bytes(file: Path) -> bytes:
+    with _naming(file), open_regular(file) as content:
+        return content.read()
 
 
 def _documents(
@@ -130,20 +132,17 @@ def _text(value: Any, field: str, where: str) -> bytes:
 
 
 def _mapped(file: Path, limits: FileLimits) -> Stream:
-    try:
-        with open_regular(file) as content:
-            header, size = read_header(content), os.fstat(content.fileno()).st_size
-        if header.start + header.num_entries * header.itemsize > size:
-            raise ValueError("fewer bytes than its header declares")
-        array = np.load(file, mmap_mode="r", allow_pickle=False)
-    except OSError as error:
-        raise _unreadable(file, error) from error
-    except LimitError as error:
-        raise LimitError(f"data is {str(file)!r}: {error}") from error
-    except MemoryError:
-        raise
-    except Exception as error:  # NumPy raises many types for a damaged header
-        raise ValueError(f"data is {str(file)!r}, which is not a NumPy array; expected one of integers") from error
+    with _naming(file):
+        try:
+            with open_regular(file) as content:
+                header, size = read_header(content), os.fstat(content.fileno()).st_size
+            if header.start + header.num_entries * header.itemsize > size:
+                raise ValueError("fewer bytes than its header declares")
+            array = np.load(file, mmap_mode="r", allow_pickle=False)
+        except (OSError, LimitError, MemoryError):
+            raise
+        except Exception as error:  # NumPy raises many types for a damaged header
+            raise ValueError(f"data is {str(file)!r}, which is not a NumPy array; expected one of integers") from error
     if not np.issubdtype(array.dtype, np.integer):
         raise ValueError(f"data is {str(file)!r}, whose dtype is {array.dtype}; expected integers")
     if array.ndim not in (1, 2):

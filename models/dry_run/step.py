@@ -71,7 +71,8 @@ def published_run(preset: str, target: Target, given: Given) -> TrainConfig:
     ranks = chosen.get("expert_parallel")
     if ranks is None:
         most = num_devices // chosen["data_parallel"] if chosen.get("data_parallel", 0) > 0 else num_devices
-        ranks = _largest_divisor(math.gcd(published_config(name).num_experts, most), MOST_RANKS)
+        divided = math.gcd(published_config(name).num_experts, most)
+        ranks = max(size for size in range(1, MOST_RANKS + 1) if divided % size == 0)
     usual = {"expert_parallel": ranks, "data_parallel": max(num_devices // ranks, 1) if ranks > 0 else 1}
     usual["ranks_per_domain"] = math.gcd(target.num_devices // target.num_domains, ranks)
     parallel = updated(ParallelConfig(), usual | chosen, "parallel.")
@@ -103,7 +104,3 @@ def _keys_seen(length: int, window: int | None, chunk: int | None) -> int:
     length = length if chunk is None else min(chunk, length)
     reach = length if window is None else min(window, length)
     return (reach * (reach + 1) // 2 + (length - reach) * reach) // length
-
-
-def _largest_divisor(number: int, most: int) -> int:
-    return max(size for size in range(1, most + 1) if number % size == 0)

@@ -11,20 +11,13 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-BEAT_S = 1.0
-"""Seconds between messages of a process."""
+BEAT_S = 1.0  # seconds between messages of a process
+SILENT_S = 5.0  # seconds without a message after which a process counts as stopped
+REPORT_S = 20.0  # seconds without progress before the first line; each further line comes after twice the time
+LIMIT_S = 1800.0  # minimum seconds without progress after which a run ends by default, if all processes respond
 
-SILENT_S = 5.0
-"""Seconds without a message after which a process counts as stopped."""
-
-REPORT_S = 20.0
-"""Seconds without progress before the first line; each further line comes after twice the time."""
-
-LIMIT_S = 1800.0
-"""Minimum seconds without progress after which a run ends by default, if all processes respond."""
-
+# The same as a multiple of the longest interval between two steps so far, compilation before step 1 included.
 LIMIT_INTERVALS = 10
-"""The same as a multiple of the longest interval between two steps so far, compilation before step 1 included."""
 
 
 @dataclass

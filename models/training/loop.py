@@ -164,7 +164,9 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLogg
     # Compile before the first step starts, so that its step time excludes compilation.
     step_program, compile_s = _compiled(run)
     do = StepRunner(step_program, run.programs.step_again, tell)
-    others = {"num_groups": config.parallel.data_parallel, "num_params": _num_params(run), "compile_s": compile_s}
+    params = jax.tree.leaves(nnx.filter_state(run.programs.state_shapes, nnx.Param))
+    num_params = sum(math.prod(leaf.shape) for leaf in params)
+    others = {"num_groups": config.parallel.data_parallel, "num_params": num_params, "compile_s": compile_s}
     with (
         MetricLogger(run.folder, watching, step + 1, writes=writes, config=dataclasses.asdict(config)) as watcher,
         Checkpoints(run.folder.checkpoints, run.config.checkpoints, run_id=run.run_id) as checkpoints,
@@ -451,12 +453,6 @@ def _validation(run: Run) -> Callable[[nnx.State], float]:
     sizes = (config.validation.batches, config.batch.size, config.batch.sequence_length)
     batches = [place_batch(batch, run.mesh) for batch in run.corpus.validation_batches(*sizes)]
     return lambda state: float(np.mean([float(run.programs.evaluate(state, batch)) for batch in batches]))
-
-
-def _num_params(run: Run) -> int:
-    return sum(
-        math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.filter_state(run.programs.state_shapes, nnx.Param))
-    )
 
 
 def _finish(run: Run, others: dict[str, float], tell: Tell) -> dict:

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from models.data.chat import Example
-from models.data.conversations import Conversations, best_fit
-from models.data.corpus import CHUNKS_OF_SHORT_TEXT, Batches, Corpus, Part, joined
+from models.data.corpus import CHUNKS_OF_SHORT_TEXT, Batches, Conversations, Corpus, Part, best_fit, joined
 from models.data.marks import CONTEXT, PADDING, are_predicted, segments, words
 
 
