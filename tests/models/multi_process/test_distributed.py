@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from models.model_config import ParallelConfig
 from typer.testing import CliRunner
 
 from models import mesh
+from models.config import ParallelConfig
 from models.console import UserError
 from models.multi_process.peer_monitor import agree
 from models.multi_process.rendezvous import KEEPALIVE, Link, Place, detect_process, gather, listen, wait_for_processes
