@@ -108,8 +108,7 @@ BY_PROGRAM = [("ExpertConfig", "fuse_gate_up"), ("Precision", "transfer_dtype")]
 REFUSED = [
     *(("HashRouter", option) for option in ("selection_bias", "scale_inputs")),
     *((router, "selection_bias") for router in ("ExpertChoice", "ForceBalanced")),
-    *((dispatch, "saved") for dispatch in ("Forward", "Once", "TwoPhase")),
-    ("TwoPhase", "transfer"),
+    *(("TwoPhase", option) for option in ("saved", "transfer")),
 ]
 """Options of a base class without effect on a class."""
 

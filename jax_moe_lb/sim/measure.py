@@ -143,7 +143,7 @@ def by_node(devices: Sequence[Any]) -> np.ndarray:
     return np.array([nodes[number] for number in sorted(nodes)])
 
 
-def _node(device: jax.Device) -> int:
+def _node(device: Any) -> int:
     found = None if device.platform == "cpu" else getattr(device, "slice_index", None)
     return int(device.process_index if found is None else found)
 

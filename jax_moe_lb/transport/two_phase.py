@@ -222,7 +222,7 @@ class Streams:
         number = jnp.broadcast_to(iota(by_rank.shape[1]), by_rank.shape)
         # The lower of equal experts is busier, as in planners, so that the busiest expert of all is the last one.
         busiest = jnp.argsort(by_rank, axis=1, descending=True, stable=True)
-        place = jnp.argsort(busiest, axis=1)
+        place = jnp.argsort(busiest, axis=1).astype(jnp.int32)
         key = jnp.where(place < (num_last or 0), 2 * by_rank.shape[1] - place, number)
         order = jnp.argsort(key, axis=1).astype(jnp.int32)
         starts = _starts(jnp.take_along_axis(by_rank, order, 1))

@@ -85,7 +85,7 @@ def test_a_dispatch_may_follow_the_system(dispatch):
 def test_options_combine():
     assert exact(2, Buffers(chunks=2), headroom=2.0).dispatch.buffers == Buffers(2.0, chunks=2)
     assert exact(dispatch=Once(Buffers(3.0)), max_rounds=1).dispatch == Once(Buffers(3.0, 1))
-    assert systems.feplb(max_rounds=2).dispatch.buffers == Buffers(1.5, 2)
+    assert systems.feplb(max_rounds=2).dispatch.buffers == Buffers(2.0, 2)
     assert plain(dispatch="rails") == rails()
     assert System().dispatch == AutoDispatch()
 

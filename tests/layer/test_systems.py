@@ -108,7 +108,7 @@ def test_two_tiers_keep_what_relocation_needs():
         (exact(1), Topology.flat(8), 8),
         (exact(2), Topology.flat(8, ranks_per_domain=4), 2),
         (two_tier(2), Topology.flat(8), 1),
-        (feplb(4), Topology.flat(8), 6),
+        (feplb(4), Topology.flat(8), 4),
         (ultraep(2, Buffers(headroom=8.0)), Topology.flat(8), 1),
         (System(Exact(max_fan_out=2), replica_slots=2), Topology.flat(8), 8),
     ],
