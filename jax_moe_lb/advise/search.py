@@ -250,11 +250,9 @@ def _with_room(
     best: SearchResult, space: Space, judge: Evaluator, workloads: Sequence[Workload]
 ) -> SearchResult | None:
     """Return the best choice with a larger receive buffer if it takes little more time; None if not."""
-    if best.choice == Choice() or best.choice.headroom == HEADROOMS[-1] or workloads[0].counts is None:
-        return None
-    # The next size only: a choice that needs a larger buffer on these workloads has loads that vary more.
-    larger = replace(best.choice, headroom=HEADROOMS[HEADROOMS.index(best.choice.headroom) + 1])
-    if larger not in space or not fits_in_memory(judge, larger):
+    larger = replace(best.choice, headroom=HEADROOMS[1])
+    unseen = best.choice.headroom is None and best.choice != Choice()
+    if not unseen or workloads[0].counts is None or larger not in space or not fits_in_memory(judge, larger):
         return None
     found = judged(larger, judge, workloads)
     return found if float(np.median(found.ratios(best))) <= ROOM_IS_WORTH else None

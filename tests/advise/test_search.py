@@ -9,7 +9,7 @@ import jax_moe_lb
 from jax_moe_lb.advise import search as space_module
 from jax_moe_lb.advise.choice import Choice, system_code, usage
 from jax_moe_lb.advise.evaluate import ALIKE, Evaluator, drawn_workloads
-from jax_moe_lb.advise.search import Space, judged, search
+from jax_moe_lb.advise.search import Space, search
 from jax_moe_lb.cli.compile import compose
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, ModelShape, Step
 from jax_moe_lb.sim.loads import LoadShape
@@ -144,13 +144,3 @@ def test_far_choices_are_not_simulated_further():
     limit = space_module.FAR * min(found.glances.values())
     explored = [replace(one.choice, headroom=None) for one in found.outcomes if one.choice != Choice()]
     assert all(found.glances[choice] <= limit for choice in explored)
-
-
-@pytest.mark.parametrize(("headroom", "larger"), [(None, 1.25), (1.25, 2.0), (2.0, None)])
-def test_the_next_larger_buffer_is_recommended_if_it_takes_no_more_time(headroom, larger):
-    """Another workload may need a further round, which takes longer than a larger buffer."""
-    judge, (space, _) = Evaluator(MODEL, CLUSTER, Step()), everything(1)
-    loads = drawn_workloads(MODEL, 4, 1.8, 1, [LoadShape.ZIPF], 1, 0)
-    best = judged(Choice("exact", 1, headroom=headroom), judge, loads)
-    found = space_module._with_room(best, space, judge, loads)
-    assert (None if found is None else found.choice.headroom) == larger
