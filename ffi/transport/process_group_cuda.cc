@@ -232,7 +232,8 @@ size_t ProcessGroup::FirstEnded(size_t rank) const {
 Outcome ProcessGroup::Ended(const std::string& site, size_t rank) const {
   const auto name = [&] { return site + ": rank " + std::to_string(rank) + " of " + std::to_string(size()); };
   const SocketResult end = neighbours_->WhyGone(processes_[rank]);
-  if (end.outcome == SocketOutcome::kBroken) return {Problem(name() + " cannot be reached: " + *end.problem, true), false};
+  if (end.outcome == SocketOutcome::kBroken)
+    return {Problem(name() + " cannot be reached: " + *end.problem, true), false};
   rank = FirstEnded(rank);
   // A process ends after a failed call, with the reason in its page.
   const uint32_t failed = pages_[rank] == nullptr ? 0 : pages_[rank]->last_failed.load(std::memory_order_acquire);
