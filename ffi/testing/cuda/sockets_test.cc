@@ -97,17 +97,19 @@ void EndWhileOneIsStopped(int64_t rank, int64_t) {
   });
 }
 
-// The victim reads no message from the second run on, and its buffers are full. The last rank starts after the others
-// have ended, and reads the failure in their pages.
+// The victim reads no message from the second run on, and its buffers are full. It makes this run after all others have
+// ended. The last rank starts after the other two have ended, and reads the failure in their pages.
 void NeverRead(int64_t rank, int64_t) {
   RunMoving(rank, 1, [rank](int64_t run) {
     if (run != 2) return;
-    if (rank == kCount - 1) return std::this_thread::sleep_for(std::chrono::seconds(3));
     if (rank == kVictim) FailSocketCalls("recvmsg", 0, EAGAIN, kForever);
+    if (rank == kVictim || rank == kCount - 1) {
+      return std::this_thread::sleep_for(std::chrono::seconds(rank == kVictim ? 5 : 3));
+    }
     PeerNote note;
     note.kind = PeerNote::kProbe;
     std::this_thread::sleep_for(std::chrono::milliseconds(200));
-    while (rank != kVictim && !Neighbours::OfProcess().Send(kVictim, note, -1, 0).problem) {
+    while (!Neighbours::OfProcess().Send(kVictim, note, -1, 0).problem) {
     }
   });
 }
