@@ -272,8 +272,8 @@ def _gradients(
         before = None if sums is None else sums[2]
         args = rows, one.copy_weights(), one.places.group_sizes, row_upstream, before, kept.products
         of_rows, of_weights, of_slots = slots.pull_back(*args, exchange=route.options)
-        # Gradients of weights travel beside the products for gradients of rows, these beside the products for gradients
-        # of weights.
+        # Gradients of routing weights travel beside the products for gradients of rows. These travel beside the
+        # products for gradients of experts.
         of_choices, of_rows = in_order(one.weights_back(of_weights), of_rows)
         of_entries = one.sum_back(of_rows, None)
         if sums is not None:
