@@ -35,7 +35,7 @@ LARGE = 50
 FIRST_LARGE = 100_000
 """Seed of the first large pair beyond that of the first pair."""
 
-FIRST = 2000
+FIRST = 3000
 """Seed of the first pair. The search was tuned on pairs with smaller seeds."""
 
 SLOWER = 0.01

@@ -3,7 +3,8 @@
 The search has three stages. On the workload of the first shape, it simulates one layer of the first choices of the
 space. Then it repeatedly simulates all neighbors of the fastest families, until no neighbor is faster. On the other
 shapes it continues from the fastest families of the shapes before, without choices `FAR` slower than the fastest one.
-A choice of several rounds is tried with larger receive buffers, too.
+A choice of several rounds is tried with larger receive buffers, too. The best one gets the next larger buffer if
+rounds on unseen workloads would cost more.
 The second stage simulates one layer of the fastest choices on every shape. The third stage simulates whole steps of the
 best ones on all workloads, without families `FAR` slower than the fastest. A choice with a lower bound above the time
 of others is not simulated. The first two stages are a heuristic: a choice that is slow on the first workloads is not
@@ -166,11 +167,8 @@ FAR = 1.1
 """Time of one layer over the fastest choice's from which a choice is not simulated further."""
 
 
-ROOM_IS_WORTH = 1.015
-"""Time with a larger receive buffer over the time without it, up to which the larger one is recommended.
-
-A search has few workloads. One more round on another workload takes more than a tenth of a layer.
-"""
+ROUND_SHARE = 0.1
+"""Time of one more round over that of a step, if no workload had one."""
 
 
 @dataclass(frozen=True)
@@ -249,13 +247,38 @@ def search(space: Space, judge: Evaluator, shapes: Sequence[Workload], workloads
 def _with_room(
     best: SearchResult, space: Space, judge: Evaluator, workloads: Sequence[Workload]
 ) -> SearchResult | None:
-    """Return the best choice with a larger receive buffer if it takes little more time; None if not."""
-    larger = replace(best.choice, headroom=HEADROOMS[1])
-    unseen = best.choice.headroom is None and best.choice != Choice()
-    if not unseen or workloads[0].counts is None or larger not in space or not fits_in_memory(judge, larger):
+    """Return the best choice with the next larger receive buffer if unseen workloads are likely to need it."""
+    choice = best.choice
+    if choice == Choice() or workloads[0].counts is None or not _may_overflow(choice, judge, workloads):
         return None
-    found = judged(larger, judge, workloads)
-    return found if float(np.median(found.ratios(best))) <= ROOM_IS_WORTH else None
+    at = HEADROOMS.index(choice.headroom) + 1
+    larger = [replace(choice, headroom=headroom) for headroom in HEADROOMS[at : at + 1]]
+    if not larger or larger[0] not in space or not fits_in_memory(judge, larger[0]):
+        return None
+    found = judged(larger[0], judge, workloads)
+    # By the rule of succession, after `n` workloads of one round the next one overflows with probability `1 / (n + 2)`.
+    is_worth = _round_share(choice, judge, workloads) / (len(workloads) + 2)
+    return found if float(np.median(found.ratios(best))) <= 1 + is_worth else None
+
+
+def _may_overflow(choice: Choice, judge: Evaluator, workloads: Sequence[Workload]) -> bool:
+    """Return whether a buffer is smaller than some load without balancing; other loads may then exceed it."""
+    plain = replace(choice, system="plain", replica_slots=0, eps=None, relayed=False)
+    return any(judge.rounds(plain, one) > 1 for one in workloads)
+
+
+def _round_share(choice: Choice, judge: Evaluator, workloads: Sequence[Workload]) -> float:
+    """Return the time of one more round over that of a layer, from the next smaller buffer."""
+    at = HEADROOMS.index(choice.headroom)
+    if not at:
+        return ROUND_SHARE
+    smaller = replace(choice, headroom=HEADROOMS[at - 1])
+    shares = [
+        judge.glance(smaller, one) / judge.glance(choice, one) - 1
+        for one in workloads
+        if judge.rounds(smaller, one) > judge.rounds(choice, one)
+    ]
+    return float(np.mean(shares)) if shares else ROUND_SHARE
 
 
 def judged(choice: Choice, judge: Evaluator, workloads: Iterable[Workload]) -> SearchResult:
