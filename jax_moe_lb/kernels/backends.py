@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.backend import get_default_device
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jax_moe_lb.core.custom_calls import call, is_built, like
 from jax_moe_lb.core.device_rates import RecordedKernel, recorded_tflops
@@ -111,8 +111,8 @@ class Backend:
     why_not: Callable[[Product], str | None]
     # Function for "product" and "transposed", of `(product, rows, weights, group_sizes)`; `None` if unsupported
     matmul: Callable[..., Any] | None
-    # Function for "outer", of the same arguments and `sums`, to which it adds; `sums` may be `None`. `None` if
-    # unsupported.
+    # Function for "outer", of the same arguments, and of `sums`, to which it adds, and `is_read`, see `grouped_outer`.
+    # `None` if unsupported.
     outer: Callable[..., Any] | None
     takes_parts: bool = False  # if True, matrices and sums may be in several arrays. False by default.
     recorded: RecordedKernel | None = None  # kernel of `recorded_rates`; `None` (default) for no record
@@ -128,7 +128,9 @@ class Backend:
         has_kernel = (self.outer if product.kind == "outer" else self.matmul) is not None
         return self.why_not(product) if has_kernel else "it has no such kernel"
 
-    def __call__(self, product: Product, left: Array, right: Any, group_sizes: GroupSizes, sums: Any) -> Any:
+    def __call__(
+        self, product: Product, left: Array, right: Any, group_sizes: GroupSizes, sums: Any, is_read: Any = None
+    ) -> Any:
         """Compute the product; concatenate or split arrays if the backend requires it."""
         in_one = isinstance(product.num_groups, int) or self.takes_parts
         if product.kind != "outer":
@@ -136,8 +138,8 @@ class Backend:
             return self.matmul(product, left, right if in_one else jnp.concatenate(right), group_sizes)
         assert self.outer is not None
         if in_one:
-            return self.outer(product, left, right, group_sizes, sums)
-        whole = self.outer(product, left, right, group_sizes, None)
+            return self.outer(product, left, right, group_sizes, sums, is_read)
+        whole = self.outer(product, left, right, group_sizes, None, is_read)
         parts = tuple(jnp.split(whole, np.cumsum(product.num_groups)[:-1]))
         return parts if sums is None else jax.tree.map(jnp.add, sums, parts)
 
@@ -297,8 +299,10 @@ def _sum_of(product: Product, sums: Any, products: Any) -> Any:
 def _then_add(multiply: Callable[..., Any]) -> Callable[..., Any]:
     """Add `sums` to the result of a backend without accumulation."""
 
-    def multiply_then_add(product: Product, left: Array, right: Array, group_sizes: GroupSizes, sums: Any) -> Any:
-        products = multiply(product, left, right, group_sizes)
+    def multiply_then_add(
+        product: Product, left: Array, right: Array, group_sizes: GroupSizes, sums: Any, is_read: Any
+    ) -> Any:
+        products = multiply(product, left, right, group_sizes, is_read)
         if sums is not None:
             return _sum_of(product, sums, products)
         return jax.tree.map(lambda array: array.astype(product.dtype), products)
@@ -311,7 +315,10 @@ def _call_matmul(product: Product, rows: Array, weights: Array, group_sizes: Gro
     return call("grouped_matmul", out, rows, weights, group_sizes, transposed=int(product.is_transposed))
 
 
-def _call_outer(product: Product, rows: Array, others: Array, group_sizes: GroupSizes, sums: Array | None) -> Array:
+def _call_outer(
+    product: Product, rows: Array, others: Array, group_sizes: GroupSizes, sums: Array | None, is_read: object
+) -> Array:
+    del is_read
     shape, wide = (product.all_groups, *product.widths), wide_dtype(rows)
     # The call adds to its last operand in place, block by block of rows.
     operands = rows, others, group_sizes
@@ -345,15 +352,17 @@ def _matmul_by(module: str) -> Callable[..., Any]:
 def _outer_by(module: str) -> Callable[..., Any]:
     """Return the sums by the kernel of a module, which writes them in parts."""
 
-    def outer(product: Product, rows: Array, others: Array, group_sizes: GroupSizes) -> Any:
+    def outer(product: Product, rows: Array, others: Array, group_sizes: GroupSizes, is_read: Array | None) -> Any:
         kernel = importlib.import_module(f"jax_moe_lb.kernels.{module}")
 
-        def multiply(rows: Array, others: Array, group_sizes: Array) -> tuple[Array, ...]:
+        def multiply(rows: Array, others: Array, group_sizes: Array, *is_read: Array) -> tuple[Array, ...]:
             operands = _widened(rows), _widened(others), group_sizes
-            wide = kernel.outer(*operands, parts=product.parts, dtype=product.dtype)
+            read = is_read[0] if is_read else None
+            wide = kernel.outer(*operands, parts=product.parts, dtype=product.dtype, is_read=read)
             return tuple(part[:, : product.widths[0], : product.widths[1]] for part in wide)
 
-        sums = unvarying_call(multiply, *vary_alike((rows, others, group_sizes)))
+        maybe = () if is_read is None else (is_read,)
+        sums = unvarying_call(multiply, *vary_alike((rows, others, group_sizes, *maybe)))
         return sums[0] if isinstance(product.num_groups, int) else sums
 
     return outer
@@ -382,7 +391,9 @@ def _tokamax(product: Product, left: Array, right: Array, group_sizes: GroupSize
         return _tokamax(replace(product, kind="product"), left, right.mT, group_sizes)
 
 
-def _ragged(product: Product, left: Array, right: Array, group_sizes: GroupSizes) -> Array:
+def _ragged(
+    product: Product, left: Array, right: Array, group_sizes: GroupSizes, is_read: Array | None = None
+) -> Array:
     # It has no batching rule for partly mapped operands.
     @jax.custom_batching.sequential_vmap
     def multiply(left: Array, right: Array, group_sizes: GroupSizes) -> Array:
@@ -390,16 +401,18 @@ def _ragged(product: Product, left: Array, right: Array, group_sizes: GroupSizes
         return jax.lax.ragged_dot_general(left, right, group_sizes, dimensions, preferred_element_type=product.dtype)
 
     out = multiply(left, right, group_sizes)
-    return _clear_empty(out, group_sizes) if product.kind == "outer" else out
+    return _clear_empty(out, group_sizes, is_read) if product.kind == "outer" else out
 
 
-def _clear_empty(sums: Float[Array, "S I O"], group_sizes: GroupSizes) -> Float[Array, "S I O"]:
+def _clear_empty(
+    sums: Float[Array, "S I O"], group_sizes: GroupSizes, is_read: Bool[Array, "S"] | None
+) -> Float[Array, "S I O"]:
     # `ragged_dot_general` leaves sums of empty groups undefined. Clear these one by one, because they are few: a mask
     # would read and write all sums.
     if not group_sizes.size:
         return sums
-    is_empty = (group_sizes == 0).astype(jnp.int32)
-    so_far = jax.lax.cumsum(is_empty)
+    is_empty = (group_sizes == 0) & (True if is_read is None else is_read)
+    so_far = jax.lax.cumsum(is_empty.astype(jnp.int32))
 
     def clear_one(i: Array, sums: Array) -> Array:
         group = (so_far <= i).sum(dtype=jnp.int32)
@@ -465,7 +478,7 @@ BACKENDS = (
         why="lax.ragged_dot multiplies every row with every expert on CPUs and GPUs",
         why_not=lambda _: None,
         matmul=lambda product, *operands: matmul_by_blocks(*operands, transposed=product.is_transposed),
-        outer=_then_add(lambda _, *operands: outer_by_blocks(*operands)),
+        outer=_then_add(lambda _, rows, others, sizes, is_read: outer_by_blocks(rows, others, sizes)),
         reads_tail=False,
     ),
 )

@@ -238,16 +238,17 @@ def grouped_ffn_gradients(
     sums: Experts | ExpertParts | None = None,
     again: Callable[[Array], Experts | ExpertParts] | None = None,
     products: Products | None = None,
+    is_read: Bool[Array, "S"] | None = None,
 ) -> tuple[Rows, Float[Array, "A 1"], Experts | ExpertParts]:
     """Compute the gradients of `weights * grouped_ffn(rows, experts, group_sizes)`."""
-    # Use it in a handwritten backward pass, such as the one of the rounds.
+    # Use it in a handwritten backward pass, such as the one of the rounds. See `grouped_outer` for `is_read`.
     at_once = partial(_gradients_at_once, sums_dtype=sums_dtype, again=again)
     if fuses(rows, experts):
         at_once = partial(_on_cuda, partial(_fused_gradients, sums_dtype=sums_dtype, again=again), at_once)
     return _by_platform(
         at_once,
         partial(_gradients_in_windows, sums_dtype=sums_dtype),
-        *(rows, weights, experts, group_sizes, upstream, sums, products),
+        *(rows, weights, experts, group_sizes, upstream, sums, products, is_read),
     )
 
 
@@ -259,9 +260,11 @@ def _gradients_in_windows(
     upstream: Rows,
     sums: Experts | None,
     products: Products | None,
+    is_read: object,
     *,
     sums_dtype: DType,
 ) -> tuple[Rows, Float[Array, "A 1"], Experts]:
+    del is_read
     wide = wide_dtype(rows)
     if sums is None:
         sums = jax.tree.map(jnp.zeros_like, experts.trained)
@@ -296,6 +299,7 @@ def _gradients_at_once(
     upstream: Rows,
     sums: Experts | ExpertParts | None,
     products: Products | None = None,
+    is_read: Bool[Array, "S"] | None = None,
     *,
     sums_dtype: DType,
     again: Callable[[Array], Experts | ExpertParts] | None = None,
@@ -328,7 +332,7 @@ def _gradients_at_once(
 
     def outer(kind: str, left: Array, right: Array) -> Any:
         before = None if sums is None else _kind(sums, kind)
-        return grouped_outer(left, right, group_sizes, sums_dtype, before, parts=num_groups)
+        return grouped_outer(left, right, group_sizes, sums_dtype, before, num_groups, is_read)
 
     def narrow(rows: Array, kind: str, *, transposed: bool = False) -> Array:
         products = grouped_matmul(rows, _kind(experts, kind), group_sizes, transposed=transposed)
@@ -386,6 +390,7 @@ def _fused_gradients(
     upstream: Rows,
     sums: Experts | ExpertParts | None,
     products: Products | None = None,
+    is_read: Bool[Array, "S"] | None = None,
     *,
     sums_dtype: DType,
     again: Callable[[Array], Experts | ExpertParts] | None = None,
@@ -397,7 +402,7 @@ def _fused_gradients(
         products = tuple(jnp.split(products[0], 2, -1))
     rebuilt = None if again is None else lambda after: _parts(jax.tree.map(usual_layout, again(after)))
     of_rows, of_weights, of_kinds = mosaic_ffn.gradients(
-        rows, weights, _parts(experts), group_sizes, upstream, products, sums_dtype, rebuilt
+        rows, weights, _parts(experts), group_sizes, upstream, products, sums_dtype, rebuilt, is_read
     )
     kinds = {kind: parts if isinstance(experts, tuple) else parts[0] for kind, parts in of_kinds.items()}
     of_experts = _with_kinds(experts, kinds)

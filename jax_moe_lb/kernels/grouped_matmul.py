@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jax_moe_lb.core.manual_axes import vary_alike
 from jax_moe_lb.core.types import DType, GroupSizes, wide_dtype
@@ -63,13 +63,13 @@ def outer_product(rows: Inputs, others: Outputs, num_groups: int | tuple[int, ..
     return Product("outer", rows.shape[0], widths, num_groups, dtypes, dtype)
 
 
-def _by_platform(product: Product, *operands: Any, sums: Any = None) -> Any:
+def _by_platform(product: Product, *operands: Any, sums: Any = None, is_read: Any = None) -> Any:
     def on(platform: str) -> Any:
         # The platform is known when the program is lowered; the branches of all platforms are traced.
         return lambda *args: choose_backend(product, platform).backend(product, *args)
 
     branches = {platform: on(platform) for platform in PLATFORMS}
-    return jax.lax.platform_dependent(*operands, sums, **branches, default=on("other"))
+    return jax.lax.platform_dependent(*operands, sums, is_read, **branches, default=on("other"))
 
 
 def _save(transposed: bool, *args: Any) -> tuple[Outputs, tuple[Any, ...]]:
@@ -99,11 +99,14 @@ def grouped_outer(
     dtype: DType | None = None,
     sums: Sums | WeightParts | None = None,
     parts: tuple[int, ...] | None = None,
+    is_read: Bool[Array, "S"] | None = None,
 ) -> Sums | WeightParts:
     """Compute `rows.T @ others` of each group, the gradient of the weights of `grouped_matmul`."""
-    # It is not differentiable; use it in custom backward passes.
+    # It is not differentiable; use it in custom backward passes. Sums of groups without rows are 0. If `is_read` is
+    # False for such a group, they may stay uninitialized.
     num_groups = group_sizes.shape[0] if parts is None else parts
     product = outer_product(rows, others, num_groups, wide_dtype(rows) if dtype is None else dtype)
-    leaves, form = jax.tree.flatten(sums)
+    leaves, form = jax.tree.flatten((sums, is_read))
     rows, others, group_sizes, *leaves = vary_alike((rows, others, group_sizes.astype(jnp.int32), *leaves))
-    return _by_platform(product, rows, others, group_sizes, sums=jax.tree.unflatten(form, leaves))
+    sums, is_read = jax.tree.unflatten(form, leaves)
+    return _by_platform(product, rows, others, group_sizes, sums=sums, is_read=is_read)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jax_moe_lb.core.experts import Experts, swiglu
 from jax_moe_lb.core.manual_axes import unvarying_call, vary_alike
@@ -49,10 +49,11 @@ def gradients(
     kept: Products | None,
     dtype: DType,
     again: Callable[[Array], Parts] | None,
+    is_read: Bool[Array, "S"] | None = None,
 ) -> tuple[Rows, Float[Array, "A 1"], dict[str, tuple[Array, ...]]]:
     """Return the gradients of rows, of row weights, and of each kind of weights in parts."""
     sizes = tuple(part.up.shape[0] for part in experts)
-    outers = partial(weight_gradients, group_sizes=group_sizes, parts=sizes, dtype=dtype)
+    outers = partial(weight_gradients, group_sizes=group_sizes, parts=sizes, dtype=dtype, is_read=is_read)
     kept = kept or inner_products(rows, experts, group_sizes)
     of_products, hidden, of_weights = activation_gradients(kept, weights, experts, group_sizes, upstream)
     of_kinds = {"down": outers(hidden, (upstream,))}
@@ -130,14 +131,19 @@ def row_gradients(of_products: Products, experts: Parts, group_sizes: GroupSizes
 
 
 def weight_gradients(
-    rows: Rows, others: Products, group_sizes: GroupSizes, parts: tuple[int, ...], dtype: DType
+    rows: Rows,
+    others: Products,
+    group_sizes: GroupSizes,
+    parts: tuple[int, ...],
+    dtype: DType,
+    is_read: Bool[Array, "S"] | None = None,
 ) -> tuple[Float[Array, "_ I O"], ...]:
     """Return `rows.T @ others` of each group, in parts; several arrays are neighboring columns of one result."""
 
-    def compute(rows: Rows, others: Products, group_sizes: GroupSizes) -> tuple[Array, ...]:
-        return outer(rows, others, group_sizes, parts=parts, dtype=dtype)
+    def compute(rows: Rows, others: Products, group_sizes: GroupSizes, is_read: Array | None) -> tuple[Array, ...]:
+        return outer(rows, others, group_sizes, parts=parts, dtype=dtype, is_read=is_read)
 
-    return _call(compute, rows, others, group_sizes)
+    return _call(compute, rows, others, group_sizes, is_read)
 
 
 def _activation(experts: Experts) -> Callable[..., Array]:

@@ -1,7 +1,7 @@
 """Pallas kernel of weight gradients for Hopper, compiled by Mosaic GPU.
 
 It reads rows without a transposed copy, and writes sums in parts, such as those of home experts and replicas. Groups
-without rows are cleared, or not written at all.
+without rows are cleared, or not written if nobody reads them.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb.core.types import DType, GroupSizes, Ref, iota
 from jax_moe_lb.kernels.mosaic_api import (
@@ -46,7 +46,7 @@ def outer(
     *,
     parts: tuple[int, ...],
     dtype: DType,
-    cleared: tuple[bool, ...] | None = None,
+    is_read: Bool[Array, "S"] | None = None,
     name: str = "grouped_outer",
 ) -> tuple[Float[Array, "_ I O"], ...]:
     """Compute `grouped_outer`; rows beyond the last group may be NaN."""
@@ -54,8 +54,8 @@ def outer(
     (num_rows, inner), width = rows.shape, sum(part.shape[1] for part in others)
     group_sizes = group_sizes.astype(jnp.int32)
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
-    is_cleared = np.repeat(cleared or (True,) * len(parts), parts)
-    groups = _Groups(ends - group_sizes, ends, *_written((group_sizes > 0) | is_cleared))
+    has_result = jnp.ones_like(group_sizes, bool) if is_read is None else (group_sizes > 0) | is_read
+    groups = _Groups(ends - group_sizes, ends, *_written(has_result))
     tile = ROWS, _tile_columns(others)
     stored = CONSUMERS * tile[0] * SWIZZLE_BYTES
     step_bytes = rows.dtype.itemsize * DEPTH * sum(tile)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jax_moe_lb.core.types import DType, GroupSizes, Ref, iota
 
@@ -60,11 +60,13 @@ def outer(
     *,
     parts: tuple[int, ...],
     dtype: DType,
+    is_read: Bool[Array, "S"] | None = None,
     tile: Tile = OUTER,
 ) -> tuple[Float[Array, "_ I O"], ...]:
     """Compute `grouped_outer`; rows beyond the last group are never read."""
     inner, width = rows.shape[1], others.shape[1]
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+    has_result = jnp.ones_like(ends) if is_read is None else ((group_sizes > 0) | is_read).astype(jnp.int32)
     varies = jax.typeof(rows).manual_axis_type
     kernel: Any = pl.pallas_call(
         partial(_sum_of_tile, tile=tile),
@@ -74,10 +76,10 @@ def outer(
         compiler_params=tile.parameters,
         name="grouped_outer",
     )
-    return kernel(ends - group_sizes, ends, rows, others)
+    return kernel(ends - group_sizes, ends, has_result, rows, others)
 
 
-def _sum_of_tile(starts: Ref, ends: Ref, rows: Ref, others: Ref, *outs: Ref, tile: Tile) -> None:
+def _sum_of_tile(starts: Ref, ends: Ref, has_result: Ref, rows: Ref, others: Ref, *outs: Ref, tile: Tile) -> None:
     """Sum `rows.T @ others` over the rows of one group, for a tile of the result."""
     i, j, group = (pl.program_id(axis) for axis in range(3))
     start, end = starts[group], ends[group]
@@ -99,7 +101,7 @@ def _sum_of_tile(starts: Ref, ends: Ref, rows: Ref, others: Ref, *outs: Ref, til
     def write(out: Ref, at: Array) -> None:
         triton.store(out.at[at, of_rows, of_others], total.astype(out.dtype))
 
-    for_part_of(group, outs, write)
+    pl.when(has_result[group] > 0)(lambda: for_part_of(group, outs, write))
 
 
 def for_part_of(group: Array, parts: tuple[Ref, ...], run: Callable[[Ref, Array], None]) -> None:

@@ -250,7 +250,7 @@ def _gradients(
     tokens, weights, experts, upstream = jax.lax.optimization_barrier((tokens, weights, experts, upstream))
     again, transfer = replicate.again(), route.options.transfer
     is_saved = route.options.saved
-    slots = Slots(experts, kept.replicas) if is_saved.replicas else Slots.of(experts, plan, again, topology)
+    slots = Slots.of(experts, plan, again, topology, kept.replicas)
 
     def to_entries() -> Entries:
         return route.to_entries(packed(transfer, tokens), receipt)

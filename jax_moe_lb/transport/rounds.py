@@ -243,7 +243,7 @@ def _gradients(
     # until now. The barrier ties them to the gradients, which exist only in the backward pass.
     tokens, weights, experts, upstream = jax.lax.optimization_barrier((tokens, weights, experts, upstream))
     per_token, again = weights.shape[1], replicate.again()
-    slots = Slots(experts, kept.replicas) if exchange.saved.replicas else Slots.of(experts, plan, again, topology)
+    slots = Slots.of(experts, plan, again, topology, kept.replicas)
     pull_back = partial(slots.pull_back, exchange=exchange)
     batch = Batch(tokens, weights, upstream)
     before = () if replicate.uses_copy_engines else slots.replicas

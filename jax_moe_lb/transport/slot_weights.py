@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Bool, PyTree
 
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.manual_axes import vary_like
@@ -33,15 +33,25 @@ class Slots(NamedTuple):
 
     home: Experts  # the `L` home experts
     replicas: Experts | None  # the `S - L` replicas; `None` without replica slots
+    # Whether a slot has an expert, so that its gradients are read; `None` (default) if all have.
+    is_read: Bool[Array, "S"] | None = None
 
     @classmethod
     @jax.named_scope("replicate")
-    def of(cls, experts: Experts, plan: Plan, replicate: Replicate, topology: Topology) -> "Slots":
-        """Fill the slots of a plan; see `Replicate`."""
+    def of(
+        cls,
+        experts: Experts,
+        plan: Plan,
+        replicate: Replicate,
+        topology: Topology,
+        saved: Experts | None = None,
+    ) -> "Slots":
+        """Fill the slots of a plan, unless their replicas are saved; see `Replicate`."""
         # Without replica slots, skip the exchange on all ranks.
         if plan.slots == plan.num_home:
             return cls(experts, None)
-        return cls(experts, replicate.join(replicate.start(experts, plan, topology), ()))
+        replicas = replicate.join(replicate.start(experts, plan, topology), ()) if saved is None else saved
+        return cls(experts, replicas, plan.placement[jax.lax.axis_index(topology.expert_axes)] >= 0)
 
     @property
     def are_joined(self) -> bool:
@@ -88,7 +98,7 @@ class Slots(NamedTuple):
         fused = fuse_gate_up(at, rows, are_joined=self.are_joined, has_products=products is not None)
         # Kernels of accelerators do not add to sums.
         before = None if _is_accelerator() else sums
-        args = rows, row_weights, at, self.again, group_sizes, upstream, dtype, before, products
+        args = rows, row_weights, at, self.again, group_sizes, upstream, dtype, before, products, self.is_read
         of_rows, of_weights, of_slots = gradients_of_round(*args, fused=fused)
         if sums is not None and before is None:
             of_slots = added(sums, of_slots)
@@ -154,6 +164,7 @@ def gradients_of_round(
     sums_dtype: DType,
     sums: Experts | ExpertParts | None = None,
     products: Products | None = None,
+    is_read: Bool[Array, "S"] | None = None,
     *,
     fused: bool,
 ) -> tuple[Rows, RowWeights, Experts | ExpertParts]:
@@ -167,7 +178,8 @@ def gradients_of_round(
         return in_form(again(after))
 
     at, last = in_form(experts), of_last_products if _platform() == "gpu" else None
-    return grouped_ffn_gradients(rows, row_weights, at, group_sizes, upstream, sums_dtype, sums, last, products)
+    args = rows, row_weights, at, group_sizes, upstream, sums_dtype, sums, last, products, is_read
+    return grouped_ffn_gradients(*args)
 
 
 def _are_experts(node: object) -> bool:

@@ -590,6 +590,7 @@ class _Backward(NamedTuple):
     batch: Batch
     experts: Experts
     phases: Phases
+    has_replica: Bool[Array, "S"]
     is_first: bool = True
 
     @jax.named_scope("dispatch")
@@ -621,7 +622,8 @@ class _Backward(NamedTuple):
         if slots is not None:
             with jax.named_scope("experts/moved_wave"):
                 fused = self._gate_goes_in_up(rows)
-                *of_moved, of_slots = self._gradients(parts, Slots(slots, None), _taken(phases, i, rows, ways), fused)
+                filled, sizes = Slots(slots, None, self.has_replica), _taken(phases, i, rows, ways)
+                *of_moved, of_slots = self._gradients(parts, filled, sizes, fused)
             _, returning = _start_back(tuple(of_moved), of_rows, phases, i, ways)
             of_rows = _arrived(returning, ())
         back = partial(ways.direct.send_back, receipt=phases.receipt, i=i, topology=ways.topology)
@@ -636,7 +638,8 @@ class _Backward(NamedTuple):
         rows, weights, upstream = parts
         dtype = dtype_of_sums(self.experts, self.ways.direct, is_first=self.is_first)
         experts = slots.weights(sizes)
-        return gradients_of_round(rows, weights, experts, slots.again, sizes, upstream, dtype, fused=fused)
+        args = rows, weights, experts, slots.again, sizes, upstream, dtype, None, None, slots.is_read
+        return gradients_of_round(*args, fused=fused)
 
 
 @jax.named_scope("backward")
@@ -652,7 +655,8 @@ def _gradients(
     # until now. The barrier ties them to the gradients, which exist only in the backward pass.
     tokens, weights, experts, upstream = jax.lax.optimization_barrier((tokens, weights, experts, upstream))
     upstream, pending = _start(experts, plan, ways, upstream)
-    backward = _Backward(ways, Batch(tokens, weights, upstream), experts, phases)
+    has_replica = plan.placement[jax.lax.axis_index(ways.topology.expert_axes), plan.num_home :] >= 0
+    backward = _Backward(ways, Batch(tokens, weights, upstream), experts, phases, has_replica)
     first, nothing = jnp.int32(0), no_gradients(tokens, weights)
     parts = backward.come_home(first)
     # The wave at home reads the blocks, which orders it after the start of the row copies.

@@ -21,9 +21,9 @@ def matmul_of(name, platform=None):
 def outer_of(name, platform=None):
     """Return `grouped_outer` with the given backend; if a platform is given, it must be its default."""
 
-    def outer(rows, others, group_sizes, dtype=jnp.float32, sums=None, parts=None):
+    def outer(rows, others, group_sizes, dtype=jnp.float32, sums=None, parts=None, is_read=None):
         product = outer_product(rows, others, group_sizes.shape[0] if parts is None else parts, dtype)
-        return _backend(name, product, platform)(product, rows, others, group_sizes, sums)
+        return _backend(name, product, platform)(product, rows, others, group_sizes, sums, is_read)
 
     return outer
 

@@ -90,11 +90,15 @@ def test_sums_of_parts(sizes, dtype):
 
 
 @pytest.mark.slow
-def test_sums_of_empty_replicas_are_not_written():
+def test_sums_that_nobody_reads_are_not_written():
     sizes = (*SIZES["uneven"][:3], 0, 61)
     rows, _ = make_operands(sizes, num_rows=NUM_ROWS)
-    sums = partial(mosaic_outer.outer, parts=PARTS, dtype=jnp.float32, cleared=(True, False))
-    home, replicas = run(sums, rows, rows, jnp.array(sizes, jnp.int32))
+
+    def sums(left, right, group_sizes, is_read):
+        return mosaic_outer.outer(left, right, group_sizes, parts=PARTS, dtype=jnp.float32, is_read=is_read)
+
+    is_read = jnp.array([True, True, True, False, False])
+    home, replicas = run(sums, rows, rows, jnp.array(sizes, jnp.int32), is_read)
     want = sums_by_group(rows, rows, sizes)
     np.testing.assert_allclose(home, want[:3], rtol=1e-5, atol=1e-4)
     assert not home[1].any()

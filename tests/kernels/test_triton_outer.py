@@ -49,6 +49,16 @@ def test_sums_of_groups(dtype, group_sizes):
     np.testing.assert_allclose(sums, sums_by_group(rows, others, group_sizes), rtol=1e-5, atol=1e-4)
 
 
+def test_sums_that_nobody_reads_are_not_written():
+    """The interpreter fills results with NaN."""
+    rows, others = make_operands()
+    sizes, is_read = (64, 0, 0, 100), jnp.array([True, True, False, False])
+    sums = triton_outer(rows, others, jnp.array(sizes, jnp.int32), parts=(2, 2), is_read=is_read)
+    want = sums_by_group(rows, others, sizes)
+    want[2] = np.nan
+    np.testing.assert_allclose(np.concatenate(sums), want, rtol=1e-5, atol=1e-4)
+
+
 def test_tiles_of_both_widths():
     rows, others = make_operands()
     group_sizes = (0, 100, 33, 0, 187)

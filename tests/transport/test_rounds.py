@@ -27,7 +27,8 @@ from jax_moe_lb import (
     ultraep,
 )
 from jax_moe_lb.kernels import grouped_ffn
-from jax_moe_lb.transport import Direct, slot_weights
+from jax_moe_lb.kernels.grouped_matmul import grouped_outer
+from jax_moe_lb.transport import Direct, Gather, Once, Saved, slot_weights
 from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 from tests.oracle import random_plan
 
@@ -39,6 +40,47 @@ def any_plan(counts, plan, topology):
     rng = np.random.default_rng(counts.astype(np.uint32).reshape(-1))
     placement, quota = random_plan(rng, counts, plan.slots, plan.domain)
     return Plan(placement, quota, domain=plan.domain)
+
+
+def unread_sums_as_nan(traced):
+    """Return `grouped_outer` with NaN where kernels of accelerators write nothing."""
+
+    def outer(left, right, group_sizes, dtype, sums, parts, is_read):
+        found = grouped_outer(left, right, group_sizes, dtype, sums, parts, is_read)
+        if is_read is None:
+            return found
+        traced.append(found)
+        return jnp.where(((group_sizes == 0) & ~is_read)[:, None, None], jnp.nan, found)
+
+    return outer
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        exact(2),
+        pytest.param(exact(2, Buffers(0.4)), marks=pytest.mark.thorough),
+        ultraep(2),
+        feplb(2),
+        replace(exact(2), dispatch=Once()),
+        replace(exact(2), dispatch=Direct(saved=Saved(replicas=True))),
+        replace(exact(2), replicate=Gather()),
+    ],
+    ids=["exact", "rounds", "relays", "two phases", "once", "saved", "gather"],
+)
+@pytest.mark.parametrize("workload", [WORKLOADS[0], WORKLOADS[4]], ids=lambda workload: workload.name)
+def test_gradients_of_empty_slots_are_not_read(system, workload, monkeypatch):
+    case, traced = Case(), []
+    monkeypatch.setattr(grouped_ffn, "grouped_outer", unread_sums_as_nan(traced))
+    mesh = make_mesh((8,), ("expert",))
+    layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), system))
+    kernel, experts = case.params("float32")
+    x, mask = case.tokens(workload, 8, "float32")
+    args = x, mask, kernel, experts, jnp.asarray(np.random.default_rng(3).normal(size=x.shape), "float32")
+    (y, _), gradients = layer(*args)
+    (want, _), want_gradients = dense_with_gradients(TopK(2))(*args)
+    assert_close((y, gradients), (want, want_gradients), 1e-4)
+    assert traced
 
 
 @functools.cache
