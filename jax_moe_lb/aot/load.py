@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import jax
@@ -12,12 +12,13 @@ from jaxtyping import Int
 
 from jax_moe_lb.aot.list_load import ListLoad, part_of_round
 from jax_moe_lb.aot.sizes import LayerSizes
-from jax_moe_lb.balancers.base import LayerCost
 from jax_moe_lb.core.checks import shown
+from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.split import nearest_first
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts
+from jax_moe_lb.layer.facts import layer_facts
 from jax_moe_lb.layer.plan_on_host import plan_on_host
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.recordings.counts_files import read_counts
@@ -85,10 +86,13 @@ class LayerLoad:
                 f"counts has shape {counts.shape} and up to {counts.sum(1).max()} copies of a rank; expected shape "
                 f"{expected} and at most {copies}"
             )
-        facts = LayerCost(copies, 6 * sizes.hidden * sizes.inner, token_bytes=2 * sizes.hidden)
-        system = replace(system, balancer=system.balancer.sized(facts))
         tokens = jax.ShapeDtypeStruct((sizes.tokens, sizes.hidden), jnp.bfloat16)
+        weights = jax.ShapeDtypeStruct((sizes.tokens, sizes.per_token), jnp.float32)
         system = system.by_rule(topology, sizes.experts, sizes.per_token, tokens)
+        num_home = sizes.experts // topology.num_ranks
+        experts, slots = jax.eval_shape(partial(_experts, sizes, num_home)), num_home + system.replica_slots
+        facts = layer_facts(tokens, weights, experts, slots, system, topology)
+        system = replace(system, balancer=system.balancer.sized(facts))
         found = plan_on_host(system, counts, topology)
         waves = tuple(slices(wave_counts, plan) for wave_counts, plan in found.waves)
         moved_on = None
@@ -112,7 +116,7 @@ class LayerLoad:
         return float(served.max() / max(served.mean(), 1e-9))
 
     def sent(self, wave: int, i: int, *, by_rank: bool = False) -> Slices:
-        """Return the rows that travel in round `i`, from rank to slot.
+        """Return the rows sent in round `i`, from rank to slot.
 
         Args:
             wave: Number of the wave.
@@ -240,3 +244,8 @@ def zipf_counts(sizes: LayerSizes, num_ranks: int, exponent: float, seed: int = 
         chosen = np.argpartition(-noisy, sizes.per_token - 1, axis=1)[:, : sizes.per_token]
         counts[rank] = np.bincount(chosen.reshape(-1), minlength=sizes.experts)
     return counts
+
+
+def _experts(sizes: LayerSizes, number: int) -> Experts:
+    up = jnp.zeros((number, sizes.hidden, sizes.inner), jnp.bfloat16)
+    return Experts(up, up.mT, up)

@@ -30,6 +30,9 @@ LEAST_FILLED = 0.5
 RECORDED: dict[str, RecordedKernel] = {"mosaic": "Mosaic", "triton": "Triton", "hopper": "Hopper"}
 """Kernels with recorded rates, by their names in `ProductForm`."""
 
+SKIPS_EMPTY = ("triton", "hopper")
+"""Kernels without results of empty slots."""
+
 GATHER = ROW_KERNELS[0]
 """Kernel that gathers rows; the other one also sums them."""
 
@@ -74,7 +77,9 @@ class OperationTime:
             return Estimate(rates.planner, "host")
         known = sorted(rates.planner_kernel)
         seconds = np.interp(one.planned_ranks, known, [rates.planner_kernel[ranks] for ranks in known])
-        return Estimate(rates.start + float(seconds), "latency")
+        # Above the measured sizes, in proportion to the ranks, as from 32 to 64.
+        beyond = max(1.0, one.planned_ranks / known[-1])
+        return Estimate(rates.start + beyond * float(seconds), "latency")
 
     def _kernel(self, one: ScheduledOperation, i: int) -> Estimate:
         device, rates = self.target.device, self.machine.rates
@@ -98,7 +103,17 @@ class OperationTime:
         if form is None or form.kind == "dense" or self.load is None:
             return float(one.flops), float(one.nbytes)
         share = min(1.0, self._served(one, form, i) / max(form.rows, 1))
-        return one.flops * share, form.weight_bytes + max(one.nbytes - form.weight_bytes, 0) * share
+        weight_bytes = form.weight_bytes * self._written(form)
+        return one.flops * share, weight_bytes + max(one.nbytes - form.weight_bytes, 0) * share
+
+    def _written(self, form: ProductForm) -> float:
+        """Return the share of the groups with a result on the rank with the most; kernels skip empty slots."""
+        assert self.load is not None
+        plan = self.load.plan
+        first = {plan.slots: 0, plan.slots - plan.num_home: plan.num_home}.get(form.groups)
+        if form.kind != "outer" or form.kernel not in SKIPS_EMPTY or first is None:
+            return 1.0
+        return float((plan.placement[:, first:] >= 0).sum(1).max() / form.groups)
 
     def _served(self, one: ScheduledOperation, form: ProductForm, i: int) -> float:
         """Return the rows of a grouped product on the busiest rank."""

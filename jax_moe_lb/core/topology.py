@@ -108,7 +108,7 @@ class Topology:
         processes: process index of each rank, group by group, if every device of the mesh belongs to a process of its
             own; else empty (default). Processes of one machine can copy from each other's memory.
         platform: `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`, the platform of the mesh's devices; None (default) if unknown.
-        device_kind: JAX's `device_kind` of TPUs, such as `"TPU v5 lite"`; None (default) for other devices.
+        device_kind: JAX's `device_kind` of accelerators, such as `"TPU v5 lite"`; None (default) if unknown.
 
     Raises:
         ValueError: levels are missing or out of order, `ranks_per_domain` does not divide `R`, or a number is not
@@ -283,7 +283,7 @@ class Topology:
             ),
             processes=_own_processes(mesh.devices, mesh.axis_names, axes) if isinstance(mesh, Mesh) else (),
             platform=_platform(mesh.devices) if isinstance(mesh, Mesh) else None,
-            device_kind=_tpu_kind(mesh.devices) if isinstance(mesh, Mesh) else None,
+            device_kind=_device_kind(mesh.devices) if isinstance(mesh, Mesh) else None,
         )
 
 
@@ -296,9 +296,9 @@ def _platform(devices: np.ndarray) -> str:
     return "rocm" if "rocm" in version.lower() else "cuda"
 
 
-def _tpu_kind(devices: np.ndarray) -> str | None:
+def _device_kind(devices: np.ndarray) -> str | None:
     device = devices.flat[0]
-    return device.device_kind if device.platform == "tpu" else None
+    return None if device.platform == "cpu" else device.device_kind
 
 
 def _ranks_per_process(devices: np.ndarray, names: tuple[str, ...], axes: tuple[str, ...]) -> int:

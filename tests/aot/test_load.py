@@ -1,11 +1,17 @@
 """The load of a layer has the rows of every exchange, product and replica, as the program sends them."""
 
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from jax_moe_lb import Buffers, exact, feplb, plain
-from jax_moe_lb.aot import LayerSizes
+from jax_moe_lb import Buffers, ExpertConfig, MoE, Precision, TopK, exact, feplb, plain
+from jax_moe_lb.aot import LayerSizes, Target
 from jax_moe_lb.aot.load import LayerLoad, counts_of, zipf_counts
+from jax_moe_lb.balancers import Balancer
 from jax_moe_lb.core.topology import Topology
 from tests.aot.scheduled import even_counts, load_of, skewed_counts
 
@@ -106,3 +112,41 @@ def test_rounds_of_two_phases_serve_every_row_once():
     stay_later = sum(load.rows(i, "home_wave").sum(1) for i in range(1, load.rounds))
     assert not (load.sent(1, 0).any((1, 2)) & (stay_later > 0)).any()
     assert stay_later.any()
+
+
+@pytest.mark.parametrize(("skew", "balances"), [("zipf:0.05", False), ("zipf:1.0", True)])
+def test_a_load_is_planned_by_the_rates_of_its_device(skew, balances):
+    """By the rates of an H100 replicas of a nearly even load take longer than they save, so the program has none."""
+    sizes, topology = LayerSizes(), Target.parse("h100:1x8").topology()
+    counts = counts_of(skew, sizes, topology.num_ranks)
+    found = LayerLoad.of(exact(2), sizes, topology, counts, skew)
+    assert bool(found.replicas.any()) == balances
+    assert LayerLoad.of(exact(2), sizes, replace(topology, device_kind=None), counts, skew).replicas.any()
+
+
+FACTS = []
+
+
+@dataclass(frozen=True)
+class Recording(Balancer):
+    """Balancer that records the sizes of its layer."""
+
+    def sized(self, facts):
+        FACTS.append(facts)
+        return self
+
+    def rebalance(self, counts, plan, topology, state):
+        return plan, state
+
+
+def test_a_load_has_the_sizes_of_the_layer():
+    sizes = LayerSizes(hidden=128, inner=64, experts=16, tokens=32, per_token=2)
+    system = replace(exact(2, Buffers(1.3, max_rounds=3)), balancer=Recording())
+    mesh = jax.make_mesh((8,), ("expert",))
+    options = {"mesh": mesh, "system": system, "experts": ExpertConfig(64), "precision": Precision(None, jnp.bfloat16)}
+    layer = MoE(128, 16, TopK(2), rngs=nnx.Rngs(0), **options)
+    FACTS.clear()
+    jax.eval_shape(layer, jax.ShapeDtypeStruct((8 * 32, 128), jnp.bfloat16))
+    of_layer = FACTS[-1]
+    LayerLoad.of(system, sizes, layer.topology, counts_of("uniform", sizes, 8))
+    assert FACTS[-1] == of_layer

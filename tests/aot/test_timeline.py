@@ -30,6 +30,16 @@ def with_large_work():
     return schedule(TEXT.replace("[1024,256]", "[1048576,256]"))
 
 
+def test_a_planner_beyond_the_measured_ranks_takes_time_in_proportion():
+    planner = next(one for one in schedule() if one.kind is Kind.PLANNER)
+    estimator = OperationTime(TARGET)
+    seconds = {
+        ranks: estimator.of(replace(planner, planned_ranks=ranks), 0).seconds - RATES.start for ranks in (64, 128)
+    }
+    assert seconds[64] == pytest.approx(RATES.planner_kernel[64])
+    assert seconds[128] == pytest.approx(2 * seconds[64])
+
+
 def test_an_exchange_beside_work_is_hidden():
     small, large = (timeline(one, TARGET, load_of(even_counts())) for one in (schedule(), with_large_work()))
     (start,), (shared,) = spans(small, "start"), spans(small, "shared")
