@@ -1,6 +1,6 @@
-"""Rule that chooses `Direct`, `Once` or `Forward` for a layer."""
+"""Rule that chooses `Direct`, `Once` or `Forward` for a layer, and the chunks of `Direct`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -24,6 +24,12 @@ from the compiled program is then shorter with `Direct`, whose exchanges run bes
 
 TPUS_OF_ONCE = ("TPU v5 lite", "TPU v5e")
 """Kinds of TPUs on which `Once` is faster than `Direct`: copies of rows take less time there than the links save."""
+
+TPUS_OF_CHUNKS = ("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e")
+"""Kinds of TPUs on which two chunks shorten a step and take no more memory, estimated from the compiled program."""
+
+LEAST_CHUNK = 4096
+"""Rows of a chunk, on average, from which two chunks are chosen: smaller exchanges take mostly latency."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +76,9 @@ def dispatch_by_rule(
 
     1. Another dispatch than `AutoDispatch`: the given dispatch.
     2. Chunks: `Direct`.
-    3. A TPU other than v5e: `Direct`.
-    4. A TPU v5e: the given dispatch if `tokens` are unknown; else the next rules without `Forward`, and `Direct` if no
-       kernel copies rows of these tokens.
+    3. A TPU v5e, v5p or v6e: the given dispatch if `tokens` are unknown.
+    4. A TPU v5e: the next rules without `Forward`, and `Direct` if no kernel copies rows of these tokens. Another TPU:
+       `Direct`, on v5p and v6e in two chunks of 4,096 rows or more.
     5. Several nodes of several ranks, and domains inside nodes: `Forward`.
     6. Under uniform routing a token visits so few ranks that `Once` sends 25 % less rows or more, inside one node of
        GPUs 40 %: `Once`.
@@ -85,8 +91,8 @@ def dispatch_by_rule(
         num_experts: `E`.
         per_token: `K`; `None` if unknown, which rules out `Once`.
         given: dispatch of the system; `AutoDispatch()` by default.
-        tokens: `[T, H]`, shape and dtype of the tokens of a rank. They decide on TPUs only, whose kernels copy rows in
-            bfloat16 of a width that is a multiple of 2,048. `None` (default) if unknown.
+        tokens: `[T, H]`, shape and dtype of the tokens of a rank. They decide on TPUs only. The kernels of v5e copy
+            rows in bfloat16 of a width that is a multiple of 2,048. `None` (default) if unknown.
 
     Examples:
         >>> from jax_moe_lb.core import Level
@@ -103,10 +109,10 @@ def dispatch_by_rule(
     if given.buffers.chunks > 1:
         return DispatchChoice(direct, "Direct: chunks")
     is_tpu = topology.platform == "tpu"
+    if is_tpu and tokens is None and topology.device_kind in TPUS_OF_ONCE + TPUS_OF_CHUNKS:
+        return DispatchChoice(given, "AutoDispatch: the tokens of a rank decide on this TPU")
     if is_tpu and topology.device_kind not in TPUS_OF_ONCE:
-        return DispatchChoice(direct, "Direct: a TPU other than v5e")
-    if is_tpu and tokens is None:
-        return DispatchChoice(given, "AutoDispatch: the tokens of a rank decide on a TPU v5e")
+        return _on_fast_links(direct, topology, tokens, per_token)
     members, ranks = topology.levels[-1].size, topology.num_ranks
     nodes = ranks // members
     if not is_tpu and nodes > 1 and members > 1 and topology.ranks_per_domain <= members:
@@ -122,6 +128,18 @@ def dispatch_by_rule(
     if rows < (1 - least) * per_token:
         return DispatchChoice(Once(*options), f"Once: {of_all}, uniformly routed")
     return DispatchChoice(direct, f"Direct: Once would send {of_all}")
+
+
+def _on_fast_links(
+    direct: Direct, topology: Topology, tokens: jax.ShapeDtypeStruct | None, per_token: int | None
+) -> DispatchChoice:
+    """Return `Direct` for TPUs with fast links, in two chunks of enough rows."""
+    num_copies = 0 if tokens is None else tokens.shape[0] * (per_token or 0)
+    if topology.device_kind not in TPUS_OF_CHUNKS or topology.num_ranks == 1 or num_copies < 2 * LEAST_CHUNK:
+        return DispatchChoice(direct, "Direct: a TPU other than v5e")
+    return DispatchChoice(
+        replace(direct, buffers=replace(direct.buffers, chunks=2)), "Direct in two chunks: v5p or v6e"
+    )
 
 
 def _without_kernel(tokens: jax.ShapeDtypeStruct | None, per_token: int, num_ranks: int, given: Dispatch) -> str | None:

@@ -73,7 +73,10 @@ TPU = replace(Topology.flat(8), platform="tpu", device_kind="TPU v5 lite")
             "bfloat16",
             "Direct: Once would send 7.3",
         ),
-        (replace(TPU, device_kind="TPU v5"), (4096, 2048), "bfloat16", "Direct: a TPU other than v5e"),
+        (replace(TPU, device_kind="TPU v5"), (4096, 2048), "bfloat16", "Direct in two chunks: v5p or v6e"),
+        (replace(TPU, device_kind="TPU v6 lite"), (1024, 2048), "float32", "Direct in two chunks: v5p or v6e"),
+        (replace(TPU, device_kind="TPU v6 lite"), (1023, 2048), "bfloat16", "Direct: a TPU other than v5e"),
+        (replace(TPU, device_kind="TPU7x"), (4096, 2048), "bfloat16", "Direct: a TPU other than v5e"),
         (Topology.flat(4), (4096, 2048), "float32", "Once: 3.6 of 8 rows"),
     ],
 )
@@ -82,6 +85,7 @@ def test_tokens_decide_on_tpus_alone(topology, shape, dtype, reason, monkeypatch
     found = dispatch_by_rule(topology, 256, 8, AutoDispatch(), jax.ShapeDtypeStruct(shape, dtype))
     assert found.reason.startswith(reason)
     assert found.reason.startswith(type(found.dispatch).__name__)
+    assert found.dispatch.buffers == Buffers(chunks=2 if "two chunks" in reason else 1)
 
 
 @pytest.mark.parametrize("given", [Once(), TwoPhase(), rails().dispatch, Direct(), Direct(Buffers(chunks=2))])
