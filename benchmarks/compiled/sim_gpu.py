@@ -17,6 +17,8 @@ from benchmarks.gpu.measured_rates import tables
 from benchmarks.render.results import Table, Value
 from jax_moe_lb.sim import Cluster, ModelShape, Step, simulate
 from jax_moe_lb.sim.config import load_config
+from jax_moe_lb.sim.hbm import SUMS_BYTES
+from jax_moe_lb.sim.work import layer_work
 
 OWN = ", own kernels"
 """Mark of systems whose kernels read weights in place; others join them."""
@@ -63,7 +65,16 @@ def simulated_ms(layer: Layer, name: str, skew: str) -> float:
     model = ModelShape(1, *sizes, gradient_itemsize=2, pre_expert_s=0.0)
     cluster = machine(layer, joins=not name.endswith(OWN))
     found = simulate(variant.system, model, cluster, served.counts[None], step=Step(exchange_counts=False))
-    return 1e3 * found.step_s
+    by_plan = layer_work(variant.system, model, cluster, served.counts)[0].arriving
+    assert cluster.hbm_bytes_per_s is not None
+    more = measured_bytes(variant.system.replica_slots, model) - by_plan
+    return 1e3 * (found.step_s + more / cluster.hbm_bytes_per_s)
+
+
+def measured_bytes(replica_slots: int, model: ModelShape) -> float:
+    """Return the bytes of the gradients of replicas in the measured program, which copied and added all slots."""
+    added = (3 + 4 * SUMS_BYTES / model.itemsize) * (replica_slots > 0)
+    return (4 * replica_slots + added) * model.expert_bytes
 
 
 def rows_of(name: str, skews: tuple[str, ...] = ()) -> Iterator[list[Value]]:

@@ -80,7 +80,8 @@ def traffic_of(system: System, model: ModelShape, cluster: Cluster, *, backward:
     forward = each.forward(inner, joins, loops) + fetched
     if not backward:
         return forward
-    arriving = HbmTraffic(arriving=arriving_bytes(replicas, model) + 2.0 * home * joins * model.expert_bytes)
+    coming = arriving_bytes(replicas, replicas, replicas * joins, model) + 2.0 * home * joins * model.expert_bytes
+    arriving = HbmTraffic(arriving=coming)
     return forward + fetched + each.backward(inner, joins, loops, widened) + arriving
 
 
@@ -148,11 +149,12 @@ def summed_bytes(copies_bytes: float, tokens_bytes: float) -> float:
     return copies_bytes + tokens_bytes
 
 
-def arriving_bytes(replica_slots: int, model: ModelShape) -> float:
-    """Count the bytes read and written for the gradients of replica slots on the way home, also of empty slots."""
-    # Each gradient reads itself and the sum of its home expert; a wide sum is read, written and rounded.
-    added = (3 + 4 * SUMS_BYTES / model.itemsize) * (replica_slots > 0)
-    return (4 * replica_slots + added) * model.expert_bytes
+def arriving_bytes(sent: int, arriving: int, copied_slots: int, model: ModelShape) -> float:
+    """Count the bytes read and written by a rank for the gradients of replicas on the way home."""
+    # Each arriving gradient, the sum of its expert and a wide sum are read, and both sums written. Without kernels that
+    # read weights in parts, the gradients of all slots, also of empty ones, are copied before the exchange.
+    added = 3 + 2 * SUMS_BYTES / model.itemsize
+    return (2 * copied_slots + sent + arriving + added * arriving) * model.expert_bytes
 
 
 def joined_bytes(weights_bytes: float) -> float:

@@ -198,7 +198,6 @@ class Scheduler:
         if work.return_home is not None:
             home = self._exchanges("gradients" + BACKWARD, (work.return_home,), at, served.experts, work.engine)
         home += self._exchanges("gradients" + BACKWARD, work.gather_home, at, served.experts)
-        # Shapes are static, so the gradients of empty slots are sent and added, too.
         if work.arriving:
             self._in_memory("sums of replicas" + BACKWARD, work.arriving, at, served.experts)
         if work.rounds > 1:

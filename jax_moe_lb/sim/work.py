@@ -127,8 +127,7 @@ class LayerWork:
     replicate: Flow | None  # exchange that copies weights into slots, or None without replicas
     return_home: Flow | None  # exchange that returns the gradients of replicas to their homes, or None without replicas
     joins: bool  # if True, weights of replicas and home experts are concatenated into one array
-    # Bytes that a rank reads and writes in its memory for the gradients of replica slots, empty ones included
-    arriving: float
+    arriving: float  # bytes that a rank reads and writes in its memory, at most, for the gradients of replicas
     engine: bool  # if True, copy engines copy the weights, on a stream of their own
     early: bool  # if True, weights travel before counts are known, as the placement does not depend on them
     waves: tuple[Wave, ...]  # waves of tokens, in order. The first of two waves needs no plan.
@@ -214,6 +213,7 @@ class _Part:
     waves: list[_PartOfWave]
     weights: np.ndarray
     gradients: np.ndarray
+    arriving: float  # bytes in the memory of the busiest rank for the gradients of replicas
     load: Int[np.ndarray, "R"]
 
 
@@ -236,10 +236,12 @@ def _part(system: System, model: ModelShape, group: Group, found: HostPlan, wave
     if group.cluster.communication.padded:
         moved = _with_padding(moved, waves, cost, num_copies)
     weights, gradients = replicas_between(plan), gradients_between(plan)
+    copied = system.replica_slots * joins_weights(system, model, group.cluster)
+    arriving = _arriving(gradients, copied, model)
     if group.cluster.communication.padded and system.replica_slots:
         sizes = len(group.ranks), plan.num_home
         weights, gradients = ring_experts(*sizes), ring_experts(*sizes, back=True)
-    return _Part(group, moved, weights, gradients, load_after)
+    return _Part(group, moved, weights, gradients, arriving, load_after)
 
 
 def _with_padding(
@@ -337,13 +339,19 @@ def _merged(
         replicate=None if weights.is_empty else weights,
         return_home=None if gradients.is_empty else gradients,
         joins=joins_weights(system, model, cluster),
-        arriving=arriving_bytes(system.replica_slots, model),
+        arriving=max(part.arriving for part in parts),
         engine=system.replicate.uses_copy_engines and not cluster.communication.padded,
         early=not needs_counts(system.balancer),
         waves=tuple(waves),
         passes_home=cost.passes_home,
         load=loads,
     )
+
+
+def _arriving(gradients: np.ndarray, copied_slots: int, model: ModelShape) -> float:
+    """Return the bytes for the gradients of replicas in the memory of the busiest rank."""
+    ranks = zip(gradients.sum(1), gradients.sum(0), strict=True)
+    return max(arriving_bytes(int(sent), int(arriving), copied_slots, model) for sent, arriving in ranks)
 
 
 def _padded_wave(wave: Wave, parts: list[_Part], at: int, cluster: Cluster) -> Wave:

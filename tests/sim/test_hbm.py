@@ -9,6 +9,7 @@ from jax_moe_lb import Buffers, feplb
 from jax_moe_lb.layer import systems
 from jax_moe_lb.sim import Cluster, Links, ModelShape, simulate
 from jax_moe_lb.sim.hbm import traffic_of
+from jax_moe_lb.sim.work import _arriving
 
 MODEL = ModelShape(layers=2, hidden=64, inner=128, experts=8, per_token=2, tokens=256)
 WIDE = replace(MODEL, hidden=128)
@@ -50,14 +51,17 @@ def test_weights_of_replicas_are_joined_where_kernels_take_one_array():
     assert "joined weights" not in simulated(systems.exact(1), SLOW, WIDE).stages
 
 
-def test_gradients_of_slots_and_of_overflow_rounds_are_added_in_memory():
-    """Slots cost the same whether they are filled or not; each further round adds the gradients of all slots."""
-    even = np.full_like(SKEWED, 64)
-    for counts in (SKEWED, even):
-        for slots in (1, 2):
-            stages = simulate(systems.exact(slots), MODEL, SLOW, counts).stages
-            added = 4 * slots + 3 + 4 * 2
-            assert stages["sums of replicas (backward)"].busy_s == pytest.approx(2 * added * MODEL.expert_bytes / 1e6)
+def test_gradients_of_replicas_and_of_overflow_rounds_are_added_in_memory():
+    """Empty slots cost their copies alone, where weights are joined; each further round adds the gradients of all."""
+    even, name = np.full_like(SKEWED, 64), "sums of replicas (backward)"
+    for slots in (1, 2):
+        copied, added = (simulate(systems.exact(slots), MODEL, SLOW, counts).stages[name] for counts in (even, SKEWED))
+        assert copied.busy_s == pytest.approx(2 * 2 * slots * MODEL.expert_bytes / 1e6)
+        assert added.busy_s > copied.busy_s
+    assert name not in simulate(systems.exact(1), WIDE, SLOW, even).stages
+    # Rank 0 sends one gradient; rank 1 gets three, the most, and has two copied slots.
+    gradients = np.array([[0, 1, 0], [0, 0, 1], [0, 2, 0]])
+    assert _arriving(gradients, 2, MODEL) == (2 * 2 + 1 + 3 + 3 * (3 + 2 * 2)) * MODEL.expert_bytes
     found = simulated(systems.plain(), SLOW)
     rounds, home_bytes = found.rounds, MODEL.experts // 4 * MODEL.expert_bytes
     assert rounds > 1
@@ -114,7 +118,7 @@ def test_gradients_of_weights_in_parts_are_not_split():
         traffic_of(systems.exact(1), WIDE, replace(CLUSTER, joins_weights=joins)) for joins in (True, False)
     )
     assert (joined.joined, in_parts.joined) == (2 * 2 * 3 * WIDE.expert_bytes, 0)
-    assert joined.arriving - in_parts.arriving == 2 * 2 * WIDE.expert_bytes
+    assert joined.arriving - in_parts.arriving == (2 + 2 * 2) * WIDE.expert_bytes
     assert replace(joined, joined=0.0, arriving=in_parts.arriving) == in_parts
 
 
@@ -129,5 +133,5 @@ def test_replicas_come_and_their_gradients_go_home():
     """One slot, two home experts: fetched twice, concatenated, sent, added to a wide sum, and split from the rest."""
     exact, plain = (traffic_of(system, MODEL, CLUSTER) for system in (systems.exact(1), systems.plain()))
     assert exact.exchanges - plain.exchanges == 2 * 2 * MODEL.expert_bytes
-    assert exact.arriving == (2 + 2 + 11 + 2 * 2) * MODEL.expert_bytes
+    assert exact.arriving == (2 + 2 + 7 + 2 * 2) * MODEL.expert_bytes
     assert (plain.arriving, traffic_of(systems.exact(1), MODEL, CLUSTER, backward=False).arriving) == (0, 0)
