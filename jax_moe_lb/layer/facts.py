@@ -49,8 +49,8 @@ def layer_facts(
     expert_bytes, (num_tokens, hidden) = experts.nbytes // experts.up.shape[0], x.shape
     num_parameters, itemsize = expert_bytes // experts.up.dtype.itemsize, x.dtype.itemsize
     # Plans on CPUs and TPUs are not weighed: their rates have not been measured.
-    is_gpu = topology.platform == "cuda" and topology.device_kind is not None
-    device = device_named(topology.device_kind) if is_gpu else None
+    kind = topology.device_kind if topology.platform == "cuda" else None
+    device = None if kind is None else device_named(kind)
     rates = None if device is None else device_rates(device, "cuda")
     rows_bytes = weights.size * (hidden + experts.up.shape[-1]) * itemsize
     # The layer does not see the attention before the next one, so assume its four projections alone.
