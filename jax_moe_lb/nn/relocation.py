@@ -260,4 +260,4 @@ def restore_mesh_independent_state(model: Nodes, state: nnx.State) -> None:
         warnings.warn("balancers that remember loads begin without any", stacklevel=2)
     for layer in layers:
         # The codec state belongs to the previous weights.
-        layer.tell_domains()
+        layer.reset_codec()
