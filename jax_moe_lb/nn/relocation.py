@@ -140,7 +140,7 @@ def expert_bytes(params: PyTree, opt_state: PyTree) -> int:
 
 
 def _layers(tree: PyTree) -> Iterator[Path]:
-    """Yield the paths of the `MoE` layers in a tree, in its order."""
+    """Yield the paths of the `MoE` layers in a tree, in order."""
     shapes = _shapes(tree)
     for path, shape in shapes.items():
         layer, up, down = path[:-1], shapes.get((*path[:-1], "up")), shapes.get((*path[:-1], "down"))
