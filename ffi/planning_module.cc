@@ -4,17 +4,17 @@
 // depend on JAX. Arrays must be int32: a silent conversion could overflow.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <array>
 #include <functional>
-#include <limits>
-#include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <type_traits>
 #include <vector>
 
+#include "ffi/common/fields.h"
 #include "ffi/planning/device/on_fibers.h"
 #include "ffi/planning/eplb_plus.h"
 #include "ffi/planning/exact_domains.h"
@@ -160,29 +160,16 @@ py::tuple Edit(const py::array& placement_array, const py::array& quota_array, c
   });
 }
 
-py::tuple Greedy(const py::array& placement_array, const py::array& quota_array, int64_t domain, int64_t min_tokens) {
-  return Edit(placement_array, quota_array, [=](auto placement, auto quota, auto new_placement, auto new_quota) {
-    return moe_lb::Greedy(placement, quota, domain, min_tokens, new_placement, new_quota);
+// A planner that edits plans.
+template <auto planner, typename Options>
+py::tuple EditWith(const Options& options, const py::array& placement_array, const py::array& quota_array) {
+  return Edit(placement_array, quota_array, [&](auto placement, auto quota, auto new_placement, auto new_quota) {
+    return planner(placement, quota, options, new_placement, new_quota);
   });
 }
 
-py::tuple Feplb(const py::array& placement_array, const py::array& quota_array, int64_t domain, int64_t num_dynamic,
-                int64_t max_num_dyn, int64_t tau, bool skip) {
-  const moe_lb::FeplbOptions options = {domain, num_dynamic, max_num_dyn, tau, skip};
-  return Edit(placement_array, quota_array, [=](auto placement, auto quota, auto new_placement, auto new_quota) {
-    return moe_lb::Feplb(placement, quota, options, new_placement, new_quota);
-  });
-}
-
-py::tuple UltraEp(const py::array& placement_array, const py::array& quota_array, int64_t domain, float eps,
-                  int64_t min_tokens) {
-  return Edit(placement_array, quota_array, [=](auto placement, auto quota, auto new_placement, auto new_quota) {
-    return moe_lb::UltraEp(placement, quota, domain, eps, min_tokens, new_placement, new_quota);
-  });
-}
-
-py::tuple FasterMoe(const py::array& placement_array, const py::array& quota_array, const py::array& counts_array,
-                    int64_t domain, int64_t min_saved) {
+py::tuple FasterMoe(const moe_lb::FasterMoeOptions& options, const py::array& placement_array,
+                    const py::array& quota_array, const py::array& counts_array) {
   const Operand placement("placement", placement_array, "R, S");
   const Operand quota("quota", quota_array, "E, R");
   const Operand counts("counts", counts_array, "R, E");
@@ -191,18 +178,19 @@ py::tuple FasterMoe(const py::array& placement_array, const py::array& quota_arr
   return Plans(layers, ranks, slots, experts, [&](size_t layer, Out new_placement, Out new_quota) {
     return moe_lb::FasterMoe(
         In(placement.Layer(layer, layers), ranks, slots), In(quota.Layer(layer, layers), experts, quota.last(1)),
-        In(counts.Layer(layer, layers), counts.last(0), counts.last(1)), domain, min_saved, new_placement, new_quota);
+        In(counts.Layer(layer, layers), counts.last(0), counts.last(1)), options, new_placement, new_quota);
   });
 }
 
-py::tuple EplbPlus(const py::array& tokens_array, const py::array& placement_array, int64_t domain) {
+py::tuple EplbPlus(const moe_lb::EplbPlusOptions& options, const py::array& tokens_array,
+                   const py::array& placement_array) {
   const Operand tokens("tokens", tokens_array, "E");
   const Operand placement("placement", placement_array, "R, S");
   const Shape layers = Broadcast({&tokens, &placement});
   const size_t experts = tokens.last(0), ranks = placement.last(0), slots = placement.last(1);
   return Plans(layers, ranks, slots, experts, [&](size_t layer, Out new_placement, Out quota) {
     return moe_lb::EplbPlus({tokens.Layer(layer, layers), experts}, In(placement.Layer(layer, layers), ranks, slots),
-                            domain, new_placement, quota);
+                            options, new_placement, quota);
   });
 }
 
@@ -220,30 +208,24 @@ Int32Array Relays(const py::array& placement_array, const Planner& plan) {
   return relay;
 }
 
-Int32Array Relay(const py::array& placement_array, int64_t num_home, int64_t min_replicas, int64_t max_relays,
-                 int64_t min_gain) {
-  const moe_lb::RelayOptions options = {min_replicas, max_relays, min_gain};
-  return Relays(placement_array,
-                [&](In placement, Out relay) { return moe_lb::Relay(placement, num_home, options, relay); });
+Int32Array Relay(const moe_lb::RelayOptions& options, const py::array& placement_array) {
+  return Relays(placement_array, [&](In placement, Out relay) { return moe_lb::Relay(placement, options, relay); });
 }
 
-moe_lb::ExactDomainsOptions ExactOptionsOf(double eps, std::optional<int64_t> max_fan_out, bool localize) {
-  moe_lb::ExactDomainsOptions options;
-  options.eps = eps;
-  // Python integers are unbounded, so None stands for no bound.
-  options.max_fan_out = max_fan_out.value_or(std::numeric_limits<int64_t>::max());
-  options.localize = localize;
-  return options;
-}
-
-py::tuple Exact(const py::array& counts_array, size_t num_slots, int64_t domain, double eps,
-                std::optional<int64_t> max_fan_out, bool localize) {
+// plan(counts, placement, quota) of a layer.
+template <typename Planner>
+py::tuple FromCounts(const py::array& counts_array, size_t num_slots, const Planner& plan) {
   const Operand counts("counts", counts_array, "R, E");
   const Shape layers = counts.layers();
   const size_t ranks = counts.last(0), experts = counts.last(1);
-  const moe_lb::ExactDomainsOptions options = ExactOptionsOf(eps, max_fan_out, localize);
   return Plans(layers, ranks, num_slots, experts, [&](size_t layer, Out placement, Out quota) {
-    return moe_lb::ExactDomains(In(counts.Layer(layer, layers), ranks, experts), domain, options, placement, quota);
+    return plan(In(counts.Layer(layer, layers), ranks, experts), placement, quota);
+  });
+}
+
+py::tuple Exact(const moe_lb::ExactDomainsOptions& options, const py::array& counts, size_t num_slots) {
+  return FromCounts(counts, num_slots, [&](In in, Out placement, Out quota) {
+    return moe_lb::ExactDomains(in, options, placement, quota);
   });
 }
 
@@ -273,44 +255,33 @@ class Paths {
   std::vector<std::array<int64_t, 5>> times_;
 };
 
-py::tuple ExactKernel(const py::array& counts_array, size_t num_slots, int64_t domain, double eps,
-                      std::optional<int64_t> max_fan_out, bool localize) {
-  const Operand counts("counts", counts_array, "R, E");
-  const Shape layers = counts.layers();
-  const size_t ranks = counts.last(0), experts = counts.last(1);
-  const moe_lb::ExactDomainsOptions options = ExactOptionsOf(eps, max_fan_out, localize);
+py::tuple ExactKernel(const moe_lb::ExactDomainsOptions& options, const py::array& counts, size_t num_slots) {
   Paths paths;
-  py::tuple plans = Plans(layers, ranks, num_slots, experts, [&](size_t layer, Out placement, Out quota) {
-    const In in(counts.Layer(layer, layers), ranks, experts);
+  const py::tuple plans = FromCounts(counts, num_slots, [&](In in, Out placement, Out quota) {
+    return paths.Add([&](auto* time) { return moe_lb::device::ExactOnFibers(in, options, placement, quota, time); });
+  });
+  return py::make_tuple(plans[0], plans[1], paths.AsPython());
+}
+
+py::tuple UltraEpKernel(const moe_lb::UltraEpOptions& options, const py::array& placement_array,
+                        const py::array& quota_array) {
+  Paths paths;
+  const py::tuple plans = Edit(placement_array, quota_array, [&](auto placement, auto quota, auto to, auto amounts) {
     return paths.Add(
-        [&](auto* time) { return moe_lb::device::ExactOnFibers(in, domain, options, placement, quota, time); });
+        [&](auto* time) { return moe_lb::device::UltraEpOnFibers(placement, quota, options, to, amounts, time); });
   });
   return py::make_tuple(plans[0], plans[1], paths.AsPython());
 }
 
-py::tuple UltraEpKernel(const py::array& placement_array, const py::array& quota_array, int64_t domain, float eps,
-                        int64_t min_tokens) {
-  Paths paths;
-  py::tuple plans = Edit(placement_array, quota_array, [&](auto placement, auto quota, auto to, auto amounts) {
-    return paths.Add([&](auto* time) {
-      return moe_lb::device::UltraEpOnFibers(placement, quota, domain, eps, min_tokens, to, amounts, time);
-    });
-  });
-  return py::make_tuple(plans[0], plans[1], paths.AsPython());
-}
-
-py::tuple RelayKernel(const py::array& placement_array, int64_t num_home, int64_t min_replicas, int64_t max_relays,
-                      int64_t min_gain) {
-  const moe_lb::RelayOptions options = {min_replicas, max_relays, min_gain};
+py::tuple RelayKernel(const moe_lb::RelayOptions& options, const py::array& placement_array) {
   Paths paths;
   const Int32Array relay = Relays(placement_array, [&](In placement, Out out) {
-    return paths.Add(
-        [&](auto* time) { return moe_lb::device::RelayOnFibers(placement, num_home, options, out, time); });
+    return paths.Add([&](auto* time) { return moe_lb::device::RelayOnFibers(placement, options, out, time); });
   });
   return py::make_tuple(relay, paths.AsPython());
 }
 
-Int32Array Spray(const py::array& rows_array, const py::array& ticks_array, int64_t ranks_per_node, int64_t chunks) {
+Int32Array Spray(const moe_lb::SprayOptions& options, const py::array& rows_array, const py::array& ticks_array) {
   const Operand rows("rows", rows_array, "R, R");
   const Operand ticks("ticks", ticks_array, "N");
   const Shape layers = Broadcast({&rows, &ticks});
@@ -319,46 +290,56 @@ Int32Array Spray(const py::array& rows_array, const py::array& ticks_array, int6
   int32_t* out = rails.mutable_data();
   ForLayers(layers, [&](size_t layer) {
     return moe_lb::Spray(In(rows.Layer(layer, layers), ranks, columns), {ticks.Layer(layer, layers), num_rails},
-                         ranks_per_node, chunks,
-                         Out(out + layer * ranks * columns * num_rails, ranks, columns * num_rails));
+                         options, Out(out + layer * ranks * columns * num_rails, ranks, columns * num_rails));
   });
   return rails;
+}
+
+// Adds a planner as a function of arrays, then of the fields of its options.
+template <typename Options, typename Plans, typename... Arrays>
+void Define(py::module_& module, const char* name, Plans (*plan)(const Options&, Arrays...),
+            const std::array<const char*, sizeof...(Arrays)>& arrays, const char* doc) {
+  std::apply(
+      [&](const auto*... array) {
+        std::apply(
+            [&](const auto&... field) {
+              module.def(
+                  name,
+                  [plan](Arrays... operands, std::decay_t<decltype(Options().*field.member)>... values) {
+                    return plan(moe_lb::OptionsOf<Options>(values...), operands...);
+                  },
+                  py::arg(array)..., (py::arg(field.name) = Options().*field.member)..., doc);
+            },
+            Options::Fields());
+      },
+      arrays);
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_planning, module) {
   module.doc() = "Planners on NumPy arrays of int32; leading dimensions are layers and broadcast";
-  module.def("greedy", &Greedy, py::arg("placement"), py::arg("quota"), py::arg("domain"), py::arg("min_tokens") = 1,
-             "Placement [..., R, S] and quota [..., E, R] after greedy moves; see jax_moe_lb.planners.greedy");
-  module.def("eplb_plus", &EplbPlus, py::arg("tokens"), py::arg("placement"), py::arg("domain"),
-             "Placement [..., R, S] and quota [..., E, R] with all slots filled; see jax_moe_lb.planners.eplb");
-  module.def("feplb", &Feplb, py::arg("placement"), py::arg("quota"), py::arg("domain"), py::arg("num_dynamic") = 4,
-             py::arg("max_num_dyn") = 8, py::arg("tau") = 1, py::arg("skip") = false,
-             "Placement [..., R, S] and quota [..., E, R] after moves of whole experts; see jax_moe_lb.planners.feplb");
-  module.def(
-      "fastermoe", &FasterMoe, py::arg("placement"), py::arg("quota"), py::arg("counts"), py::arg("domain"),
-      py::arg("min_saved"),
+  Define(module, "greedy", &EditWith<&moe_lb::Greedy, moe_lb::GreedyOptions>, {"placement", "quota"},
+         "Placement [..., R, S] and quota [..., E, R] after greedy moves; see jax_moe_lb.planners.greedy");
+  Define(module, "eplb_plus", &EplbPlus, {"tokens", "placement"},
+         "Placement [..., R, S] and quota [..., E, R] with all slots filled; see jax_moe_lb.planners.eplb");
+  Define(module, "feplb", &EditWith<&moe_lb::Feplb, moe_lb::FeplbOptions>, {"placement", "quota"},
+         "Placement [..., R, S] and quota [..., E, R] after moves of whole experts; see jax_moe_lb.planners.feplb");
+  Define(
+      module, "fastermoe", &FasterMoe, {"placement", "quota", "counts"},
       "Placement [..., R, S] and quota [..., E, R] with hot experts on all ranks; see jax_moe_lb.planners.fastermoe");
-  module.def("ultraep", &UltraEp, py::arg("placement"), py::arg("quota"), py::arg("domain"), py::arg("eps") = 0.01f,
-             py::arg("min_tokens") = 1024,
-             "Placement [..., R, S] and quota [..., E, R] under a limit on loads; see jax_moe_lb.planners.ultraep");
-  module.def("relay", &Relay, py::arg("placement"), py::arg("num_home"), py::arg("min_replicas") = 4,
-             py::arg("max_relays") = 8, py::arg("min_gain") = 2,
-             "Ranks [..., R, S] that the slots of a placement [..., R, S] copy from; see jax_moe_lb.planners.relay");
-  module.def("spray", &Spray, py::arg("rows"), py::arg("ticks"), py::arg("ranks_per_node"), py::arg("chunks"),
-             "Rows [..., R, R, N] on each rail; see jax_moe_lb.planners.spray");
-  module.def("exact", &Exact, py::arg("counts"), py::arg("num_slots"), py::arg("domain"), py::arg("eps") = 0.01,
-             py::arg("max_fan_out") = py::none(), py::arg("localize") = true,
-             "Placement [..., R, S] and quota [..., E, R] for counts [..., R, E]; see jax_moe_lb.planners.exact");
+  Define(module, "ultraep", &EditWith<&moe_lb::UltraEp, moe_lb::UltraEpOptions>, {"placement", "quota"},
+         "Placement [..., R, S] and quota [..., E, R] under a limit on loads; see jax_moe_lb.planners.ultraep");
+  Define(module, "relay", &Relay, {"placement"},
+         "Ranks [..., R, S] that the slots of a placement [..., R, S] copy from; see jax_moe_lb.planners.relay");
+  Define(module, "spray", &Spray, {"rows", "ticks"}, "Rows [..., R, R, N] on each rail; see jax_moe_lb.planners.spray");
+  Define(module, "exact", &Exact, {"counts", "num_slots"},
+         "Placement [..., R, S] and quota [..., E, R] for counts [..., R, E]; see jax_moe_lb.planners.exact");
   constexpr const char* kInKernel =
       "The same from the kernel of GPUs, run on the CPU, and for each layer the estimated path of its longest block: "
       "cycles without and with overlapping loads, barriers of the block, operations of a warp, loads from shared "
       "memory";
-  module.def("exact_kernel", &ExactKernel, py::arg("counts"), py::arg("num_slots"), py::arg("domain"),
-             py::arg("eps") = 0.01, py::arg("max_fan_out") = py::none(), py::arg("localize") = true, kInKernel);
-  module.def("ultraep_kernel", &UltraEpKernel, py::arg("placement"), py::arg("quota"), py::arg("domain"),
-             py::arg("eps") = 0.01f, py::arg("min_tokens") = 1024, kInKernel);
-  module.def("relay_kernel", &RelayKernel, py::arg("placement"), py::arg("num_home"), py::arg("min_replicas") = 4,
-             py::arg("max_relays") = 8, py::arg("min_gain") = 2, kInKernel);
+  Define(module, "exact_kernel", &ExactKernel, {"counts", "num_slots"}, kInKernel);
+  Define(module, "ultraep_kernel", &UltraEpKernel, {"placement", "quota"}, kInKernel);
+  Define(module, "relay_kernel", &RelayKernel, {"placement"}, kInKernel);
 }

@@ -7,13 +7,13 @@ float32, exact up to 2**24 tokens per domain; above, this library is exact, as h
 import numpy as np
 
 
-def plan(placement, quota, domain, eps=0.01, min_tokens=1024):
+def plan(placement, quota, domain, eps=0.01, least=1024):
     """Return placement, quota, and the limit of every domain."""
     placement, new_quota, limits = placement.copy(), quota.copy(), []
     num_ranks = placement.shape[0]
     home = quota.shape[0] // num_ranks
     for first in range(0, num_ranks, domain):
-        problem = Domain(placement, quota, range(first, first + domain), home, min_tokens)
+        problem = Domain(placement, quota, range(first, first + domain), home, least)
         limit, replicas = problem.search(np.float32(eps))
         limits.append(limit)
         for expert, rank, tokens in replicas:
@@ -24,8 +24,8 @@ def plan(placement, quota, domain, eps=0.01, min_tokens=1024):
 
 
 class Domain:
-    def __init__(self, placement, quota, ranks, home, min_tokens):
-        self.placement, self.quota, self.ranks, self.min_tokens = placement, quota, ranks, min_tokens
+    def __init__(self, placement, quota, ranks, home, least):
+        self.placement, self.quota, self.ranks, self.least = placement, quota, ranks, least
         self.load = {r: int(quota[:, r].sum()) for r in ranks}
         self.sources = sorted(ranks, key=lambda r: (-self.load[r], r))
         self.experts = {r: sorted(range(r * home, r * home + home), key=lambda e: (-quota[e, r], e)) for r in ranks}
@@ -89,7 +89,7 @@ class Domain:
                     able = [r for r in able if (r, expert) not in holds]
                     if not able:
                         break
-                    floor = max(1, -(-need // len(able))) if dynamic else self.min_tokens
+                    floor = max(1, -(-need // len(able))) if dynamic else self.least
                     able = [r for r in able if min(need, room[r], left) >= floor]
                     if not able:
                         break

@@ -91,13 +91,13 @@ def measure_planned(width: int, inner: int, rows: int, slots: int, repeats: int)
 
     @jax.jit
     def planned_before(x: jax.Array, home: jax.Array, quota: jax.Array) -> tuple:
-        plan = greedy(placement, quota, domain=RANKS, min_tokens=1)
+        plan = greedy(placement, quota, RANKS, 1)
         slots = copy_expert_weights(home, plan[0][:, 1:], route=route)
         x, slots = jax.lax.optimization_barrier((x, slots))
         return gemm(x, home), plan, slots
 
     gemm_alone = seconds(jax.jit(gemm), x, home, repeats=repeats)
-    planner = jax.jit(lambda quota: greedy(placement, quota, domain=RANKS, min_tokens=1))
+    planner = jax.jit(lambda quota: greedy(placement, quota, RANKS, 1))
     return {
         "exposed_s": seconds(beside, x, home, quota, repeats=repeats) - gemm_alone,
         "exposed_if_before_s": seconds(planned_before, x, home, quota, repeats=repeats) - gemm_alone,
@@ -209,6 +209,6 @@ def bad_load_stops_the_program(scale: Scale) -> Finding:
     else:
         raise AssertionError("a negative quota stops no program")
     assert "quota of expert 2, rank 0 is -3" in reason, reason
-    wanted = greedy(np.asarray(placement), np.asarray(quota), domain=RANKS, min_tokens=2)[0][:, HOME:]
+    wanted = greedy(np.asarray(placement), np.asarray(quota), RANKS, 2)[0][:, HOME:]
     np.testing.assert_array_equal(run(quota), _expected(home, wanted))
     return Finding(True, reason.splitlines()[0][:120])

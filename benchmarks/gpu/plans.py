@@ -17,7 +17,7 @@ PLANNERS: dict[str, Balancer] = {
     "exact": Exact(),
     "exact-eps-0": Exact(eps=0.0, localize=False),
     "exact-fan-out": Exact(max_fan_out=3),
-    "greedy": Greedy(min_tokens=2),
+    "greedy": Greedy(2),
     "ultraep": UltraEP(min_tokens=4),
     "feplb": FEPLB(num_dynamic=2),
     "eplb_plus": EPLBPlus(),
@@ -84,10 +84,10 @@ def failed_plan_is_marked(scale: Scale) -> Finding:
         return Finding(None, "the custom call stops the program on a CPU")
     placement = jnp.full((8, 4), -1, jnp.int32).at[:, :2].set(jnp.arange(16, dtype=jnp.int32).reshape(8, 2))
     quota = jnp.zeros((16, 8), jnp.int32).at[jnp.arange(16), jnp.arange(16) // 2].set(jnp.arange(16) ** 2)
-    run = jax.jit(lambda placement, quota: greedy(placement, quota, domain=8, min_tokens=2))
+    run = jax.jit(lambda placement, quota: greedy(placement, quota, 8, 2))
     for _ in range(100):
         bad = run(placement, quota.at[2, 1].set(-3))
         assert all((np.asarray(part) == -1).all() for part in bad), "an entry of a failed plan is not -1"
-    want = greedy(np.asarray(placement), np.asarray(quota), domain=8, min_tokens=2)
+    want = greedy(np.asarray(placement), np.asarray(quota), 8, 2)
     jax.tree.map(np.testing.assert_array_equal, run(placement, quota), want)
     return Finding(True, "100 failed plans, then a correct one")

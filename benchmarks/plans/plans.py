@@ -183,7 +183,7 @@ def ultraep(tokens: np.ndarray, num_ranks: int, slots: int, eps: float = 0.01) -
     """Return the same of UltraEP's rule, without a minimum replica size."""
     counts, width = recorded.on_first_rank(tokens, num_ranks), len(tokens) // num_ranks + slots
     start = plain_plan(counts, Topology.flat(num_ranks), width)
-    return level(_planning.ultraep(start.placement, start.quota, num_ranks, eps, min_tokens=1), tokens)
+    return level(_planning.ultraep(start.placement, start.quota, num_ranks, eps, 1), tokens)
 
 
 def means(rule: Callable[..., tuple[float, int]], layers: np.ndarray, *args: float) -> list[float]:

@@ -28,7 +28,7 @@ from jax_moe_lb.sim import Cluster, Links, ModelShape, planner_times, simulate
 
 # ranks, experts, replica slots
 SHAPES = ((8, 128, 4), (8, 256, 2), (32, 256, 2), (64, 256, 1), (64, 256, 2), (256, 256, 2))
-OPTIONS = {"eps = 0": (0.0, None, False), "eps = 0.01, localize": (0.01, None, True)}
+OPTIONS = {"eps = 0": (0.0, False), "eps = 0.01, localize": (0.01, True)}
 AIMS_US = {(8, 128, 4): (20, 20), (8, 256, 2): (500, 500), (64, 256, 2): (20, 35), (256, 256, 2): (400, 400)}
 """Times on a CPU of each of OPTIONS."""
 
@@ -55,7 +55,7 @@ def least_s(call: Callable[[], object], repeats: int) -> float:
 def exact_row(layers: np.ndarray, shape: tuple[int, int, int], name: str) -> list[Value]:
     """Return the row of a shape and options: times in C++ and in jit, and those estimated for a kernel, in us."""
     num_ranks, num_experts, spare = shape
-    eps, fan_out, localize = OPTIONS[name]
+    eps, localize = OPTIONS[name]
     counts = recorded.scattered(layers[:, :num_experts], num_ranks)
     slots = num_experts // num_ranks + spare
     module = partial(_planning.exact, num_slots=slots, domain=num_ranks, eps=eps, localize=localize)
@@ -68,7 +68,7 @@ def exact_row(layers: np.ndarray, shape: tuple[int, int, int], name: str) -> lis
             us[way].append(1e6 * times_s.min())
     kernel: list[Value] = [None, None]
     if num_ranks <= MOST_KERNEL:
-        *_, paths = _planning.exact_kernel(counts, slots, num_ranks, eps, fan_out, localize)
+        *_, paths = _planning.exact_kernel(counts, slots, num_ranks, eps=eps, localize=localize)
         kernel = [spread(np.array(paths)[:, at] / (1e3 * CLOCK_GHZ)) for at in (1, 0)]
     return [spread(np.array(us["C++"])), spread(np.array(us["jit"])), *kernel]
 

@@ -178,11 +178,11 @@ class Replicas {
 
 }  // namespace
 
-Status EplbPlus(View<const int32_t> tokens, MatrixView<const int32_t> placement, int64_t domain,
+Status EplbPlus(View<const int32_t> tokens, MatrixView<const int32_t> placement, const EplbPlusOptions& options,
                 MatrixView<int32_t> new_placement, MatrixView<int32_t> quota) {
-  if (Status bad = Check(tokens, placement, domain, new_placement, quota)) return bad;
+  if (Status bad = Check(tokens, placement, options.domain, new_placement, quota)) return bad;
   std::copy(placement.flat().begin(), placement.flat().end(), new_placement.flat().begin());
-  Replicas replicas(tokens, new_placement, static_cast<size_t>(domain));
+  Replicas replicas(tokens, new_placement, static_cast<size_t>(options.domain));
   if (Status bad = replicas.CheckHeld()) return bad;
   replicas.Plan();
   replicas.Split(quota);

@@ -3,10 +3,17 @@
 
 #include <cstdint>
 
+#include "ffi/common/fields.h"
 #include "ffi/common/status.h"
 #include "ffi/common/view.h"
 
 namespace moe_lb {
+
+struct EplbPlusOptions {
+  int64_t domain = 0;  // ranks of a domain; divides R
+
+  static auto Fields() { return std::make_tuple(Named("domain", &EplbPlusOptions::domain)); }
+};
 
 // Fills the empty slots with replicas and splits every expert's tokens evenly over its copies, in every domain
 // separately. Experts and replicas of the given placement keep their slots.
@@ -24,10 +31,9 @@ namespace moe_lb {
 //   tokens: [E], at least 0; their sum must fit int32. Home of expert e is rank e / (E / R).
 //   placement: [R, S], the expert in each slot, -1 for an empty one. Several slots of an expert on a
 //     rank count as one. An expert without a slot must have no tokens.
-//   domain: ranks of a domain; divides R.
 //   new_placement: [R, S]; may not overlap placement.
 //   quota: [E, R], tokens of each expert served by each rank; rows sum to `tokens`.
-Status EplbPlus(View<const int32_t> tokens, MatrixView<const int32_t> placement, int64_t domain,
+Status EplbPlus(View<const int32_t> tokens, MatrixView<const int32_t> placement, const EplbPlusOptions& options,
                 MatrixView<int32_t> new_placement, MatrixView<int32_t> quota);
 
 }  // namespace moe_lb

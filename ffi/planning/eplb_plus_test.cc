@@ -20,7 +20,7 @@ struct Plan {
     const vector<int32_t> old_placement = placement;
     const size_t slots = placement.size() / num_ranks;
     quota.assign(tokens.size() * num_ranks, -7);
-    return EplbPlus({tokens.data(), tokens.size()}, {old_placement.data(), num_ranks, slots}, domain,
+    return EplbPlus({tokens.data(), tokens.size()}, {old_placement.data(), num_ranks, slots}, {domain},
                     {placement.data(), num_ranks, slots}, {quota.data(), tokens.size(), num_ranks});
   }
 };
@@ -70,9 +70,9 @@ void BadArgumentsAreNamed() {
   EXPECT_EQ(refusal({2, {1, 1}, {0, 2}, {}}, 2),
             "placement of rank 1, slot 0 is 2; expected an expert below 2, or -1 for an empty slot");
   vector<int32_t> a(4, 0), b(4, 0), c(4, 0);
-  EXPECT_EQ(*EplbPlus({a.data(), 2}, {b.data(), 2, 2}, 1, {c.data(), 1, 4}, {c.data(), 2, 2}),
+  EXPECT_EQ(*EplbPlus({a.data(), 2}, {b.data(), 2, 2}, {1}, {c.data(), 1, 4}, {c.data(), 2, 2}),
             "new_placement has shape [1, 4]; expected [2, 2]");
-  EXPECT_EQ(*EplbPlus({a.data(), 2}, {b.data(), 2, 2}, 1, {c.data(), 2, 2}, {c.data(), 4, 1}),
+  EXPECT_EQ(*EplbPlus({a.data(), 2}, {b.data(), 2, 2}, {1}, {c.data(), 2, 2}, {c.data(), 4, 1}),
             "quota has shape [4, 1]; expected [2, 2]");
 }
 

@@ -66,11 +66,7 @@ Status Check(View<const int32_t> tokens, const ExactOptions& options, MatrixView
                   ", the home experts, to ", num_experts, ", all experts");
   }
   if (Status bad = CheckShape("quota", quota, num_experts, num_ranks)) return bad;
-  // A NaN fails the comparison, so it is refused too.
-  if (!(options.eps >= 0) || std::isinf(options.eps)) {
-    return Refuse("eps is ", options.eps, "; expected a finite number, at least 0");
-  }
-  if (options.max_fan_out < 0) return Refuse("max_fan_out is ", options.max_fan_out, "; expected at least 0");
+  if (Status bad = CheckOptions(options)) return bad;
   if (Status bad = CheckTokens(tokens)) return bad;
   return options.counts_are_checked ? Ok() : CheckCounts(tokens, options.counts, num_ranks);
 }
@@ -263,6 +259,15 @@ void Write(const Serving& plan, MatrixView<int32_t> placement, MatrixView<int32_
 }
 
 }  // namespace
+
+Status CheckOptions(const ExactOptions& options) {
+  // A NaN fails the comparison, so it is refused too.
+  if (!(options.eps >= 0) || std::isinf(options.eps)) {
+    return Refuse("eps is ", options.eps, "; expected a finite number, at least 0");
+  }
+  if (options.max_fan_out < 0) return Refuse("max_fan_out is ", options.max_fan_out, "; expected at least 0");
+  return Ok();
+}
 
 Status Exact(View<const int32_t> tokens, const ExactOptions& options, MatrixView<int32_t> placement,
              MatrixView<int32_t> quota) {

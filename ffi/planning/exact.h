@@ -25,6 +25,8 @@ struct ExactOptions {
   bool counts_are_checked = false;
 };
 
+Status CheckOptions(const ExactOptions& options);
+
 // Plans one domain from the tokens of its experts.
 //
 // 1. Best maximum. Placements are made by these steps, each levelled by `Serving::Level`, until one is within 1/4096 of

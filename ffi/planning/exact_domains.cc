@@ -77,11 +77,11 @@ Status Check(MatrixView<const int32_t> counts, int64_t domain, MatrixView<int32_
   return CheckShape("quota", quota, num_experts, num_ranks);
 }
 
+ExactOptions OfOneDomain(const ExactDomainsOptions& options) { return {options.eps, options.max_fan_out}; }
+
 Status PlanOne(View<const int32_t> tokens, MatrixView<const int32_t> counts, const ExactDomainsOptions& options,
                MatrixView<int32_t> placement, MatrixView<int32_t> quota) {
-  ExactOptions exact;
-  exact.eps = options.eps;
-  exact.max_fan_out = options.max_fan_out;
+  ExactOptions exact = OfOneDomain(options);
   if (options.localize) exact.counts = counts;
   exact.counts_are_checked = true;
   return Exact(tokens, exact, placement, quota);
@@ -135,13 +135,15 @@ class Domain {
 
 }  // namespace
 
-Status ExactDomains(MatrixView<const int32_t> counts, int64_t domain, const ExactDomainsOptions& options,
-                    MatrixView<int32_t> placement, MatrixView<int32_t> quota) {
-  if (Status bad = Check(counts, domain, placement, quota)) return bad;
+Status CheckOptions(const ExactDomainsOptions& options) { return CheckOptions(OfOneDomain(options)); }
+
+Status ExactDomains(MatrixView<const int32_t> counts, const ExactDomainsOptions& options, MatrixView<int32_t> placement,
+                    MatrixView<int32_t> quota) {
+  if (Status bad = Check(counts, options.domain, placement, quota)) return bad;
   std::vector<int32_t> sums;
   if (Status bad = SumCounts(counts, &sums)) return bad;
   const View<const int32_t> tokens(sums.data(), sums.size());
-  const auto members = static_cast<size_t>(domain);
+  const auto members = static_cast<size_t>(options.domain);
   // Plans a single domain in place.
   if (members == counts.rows() && placement.columns() <= counts.columns()) {
     return PlanOne(tokens, counts, options, placement, quota);

@@ -24,11 +24,7 @@ Plan Make(const Numbers& counts, size_t num_ranks, size_t slots, int64_t domain,
           int64_t max_fan_out = 100) {
   const size_t num_experts = counts.size() / num_ranks;
   Plan plan = {Numbers(num_ranks * slots, 99), Numbers(num_experts * num_ranks, 99), ""};
-  ExactDomainsOptions options;
-  options.eps = eps;
-  options.max_fan_out = max_fan_out;
-  options.localize = true;
-  plan.error = ExactDomains({counts.data(), num_ranks, num_experts}, domain, options,
+  plan.error = ExactDomains({counts.data(), num_ranks, num_experts}, {domain, eps, max_fan_out, true},
                             {plan.placement.data(), num_ranks, slots}, {plan.quota.data(), num_experts, num_ranks})
                    .value_or("");
   return plan;

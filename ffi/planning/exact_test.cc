@@ -271,13 +271,13 @@ struct Home {
 
   Home Greedily() const {
     return Edit([this](auto p, auto q, auto new_p, auto new_q) {
-      return Greedy(p, q, static_cast<int64_t>(num_ranks), 1, new_p, new_q);
+      return Greedy(p, q, {static_cast<int64_t>(num_ranks), 1}, new_p, new_q);
     });
   }
 
-  Home AsUltraEp(int64_t min_tokens) const {
-    return Edit([this, min_tokens](auto p, auto q, auto new_p, auto new_q) {
-      return UltraEp(p, q, static_cast<int64_t>(num_ranks), 0.01f, min_tokens, new_p, new_q);
+  Home AsUltraEp(int64_t floor) const {
+    return Edit([this, floor](auto p, auto q, auto new_p, auto new_q) {
+      return UltraEp(p, q, {static_cast<int64_t>(num_ranks), 0.01f, floor}, new_p, new_q);
     });
   }
 

@@ -10,12 +10,12 @@ namespace moe_lb {
 namespace {
 
 Status Check(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, MatrixView<const int32_t> counts,
-             int64_t domain, int64_t min_saved, MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota) {
-  if (Status bad = CheckPlan(placement, quota, domain, new_placement, new_quota)) return bad;
+             const FasterMoeOptions& options, MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota) {
+  if (Status bad = CheckPlan(placement, quota, options.domain, new_placement, new_quota)) return bad;
   if (Status bad = CheckHomes(placement, quota.rows() / placement.rows())) return bad;
   if (Status bad = CheckShape("counts", counts, placement.rows(), quota.rows())) return bad;
-  if (min_saved < 1 || min_saved > kMaxTokens) {
-    return Refuse("min_saved is ", min_saved, "; expected 1 to ", kMaxTokens);
+  if (options.min_saved < 1 || options.min_saved > kMaxTokens) {
+    return Refuse("min_saved is ", options.min_saved, "; expected 1 to ", kMaxTokens);
   }
   int64_t sum = 0;
   for (size_t rank = 0; rank < counts.rows(); ++rank) {
@@ -138,13 +138,13 @@ class Shadows {
 }  // namespace
 
 Status FasterMoe(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, MatrixView<const int32_t> counts,
-                 int64_t domain, int64_t min_saved, MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota) {
-  if (Status bad = Check(placement, quota, counts, domain, min_saved, new_placement, new_quota)) return bad;
+                 const FasterMoeOptions& options, MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota) {
+  if (Status bad = Check(placement, quota, counts, options, new_placement, new_quota)) return bad;
   std::copy(placement.flat().begin(), placement.flat().end(), new_placement.flat().begin());
   std::copy(quota.flat().begin(), quota.flat().end(), new_quota.flat().begin());
-  const auto members = static_cast<size_t>(domain);
+  const auto members = static_cast<size_t>(options.domain);
   Shadows shadows(new_placement, new_quota, counts, members);
-  for (size_t first = 0; first < placement.rows(); first += members) shadows.Balance(first, min_saved);
+  for (size_t first = 0; first < placement.rows(); first += members) shadows.Balance(first, options.min_saved);
   return Ok();
 }
 

@@ -3,10 +3,21 @@
 
 #include <cstdint>
 
+#include "ffi/common/fields.h"
 #include "ffi/common/status.h"
 #include "ffi/common/view.h"
 
 namespace moe_lb {
+
+struct FasterMoeOptions {
+  int64_t domain = 0;     // ranks of a domain; divides R
+  int64_t min_saved = 1;  // minimum tokens by which a copy must lower the highest load of a domain; 1 to 2^31 - 1
+
+  static auto Fields() {
+    return std::make_tuple(Named("domain", &FasterMoeOptions::domain),
+                           Named("min_saved", &FasterMoeOptions::min_saved));
+  }
+};
 
 // Copies experts to all ranks of their domain, which then serve their own tokens of them. Domains are planned
 // separately.
@@ -21,10 +32,8 @@ namespace moe_lb {
 //     hold its home experts in order; the home of expert e is rank e / (E / R).
 //   quota: [E, R], tokens of each expert served by each rank, at least 0; their sum must fit int32.
 //   counts: [R, E], tokens of each rank for each expert, likewise.
-//   domain: ranks of a domain; divides R.
-//   min_saved: 1 to 2^31 - 1.
 //   new_placement, new_quota: the plan after the copies, of the same shapes; may not overlap the operands.
 Status FasterMoe(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, MatrixView<const int32_t> counts,
-                 int64_t domain, int64_t min_saved, MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota);
+                 const FasterMoeOptions& options, MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota);
 
 }  // namespace moe_lb

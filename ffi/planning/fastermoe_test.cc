@@ -20,7 +20,7 @@ struct Plan {
     const vector<int32_t> old_placement = placement, old_quota = quota;
     const size_t slots = placement.size() / num_ranks, num_experts = quota.size() / num_ranks;
     return FasterMoe({old_placement.data(), num_ranks, slots}, {old_quota.data(), num_experts, num_ranks},
-                     {counts.data(), num_ranks, num_experts}, domain, min_saved, {placement.data(), num_ranks, slots},
+                     {counts.data(), num_ranks, num_experts}, {domain, min_saved}, {placement.data(), num_ranks, slots},
                      {quota.data(), num_experts, num_ranks});
   }
 };

@@ -3,17 +3,24 @@
 
 #include <cstdint>
 
+#include "ffi/common/fields.h"
 #include "ffi/common/status.h"
 #include "ffi/common/view.h"
 
 namespace moe_lb {
 
 struct FeplbOptions {
-  int64_t domain;       // ranks of a domain; divides R
-  int64_t num_dynamic;  // movable home experts of a rank; at least 1
-  int64_t max_num_dyn;  // maximum experts taken by a rank; at least 1
-  int64_t tau;          // minimum tokens of a moved expert; 1 to 2^31 - 1
-  bool skip;            // if true, a smaller expert moves if the busiest cannot
+  int64_t domain = 0;       // ranks of a domain; divides R
+  int64_t num_dynamic = 4;  // movable home experts of a rank; at least 1
+  int64_t max_num_dyn = 8;  // maximum experts taken by a rank; at least 1
+  int64_t tau = 1;          // minimum tokens of a moved expert; 1 to 2^31 - 1
+  bool skip = false;        // if true, a smaller expert moves if the busiest cannot
+
+  static auto Fields() {
+    return std::make_tuple(Named("domain", &FeplbOptions::domain), Named("num_dynamic", &FeplbOptions::num_dynamic),
+                           Named("max_num_dyn", &FeplbOptions::max_num_dyn), Named("tau", &FeplbOptions::tau),
+                           Named("skip", &FeplbOptions::skip));
+  }
 };
 
 // Moves all tokens of an expert served by its home to another rank. Domains are planned separately.

@@ -9,10 +9,10 @@
 namespace moe_lb {
 namespace {
 
-Status Check(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, int64_t domain, int64_t min_tokens,
+Status Check(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, const GreedyOptions& options,
              MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota) {
-  if (Status bad = CheckPlan(placement, quota, domain, new_placement, new_quota)) return bad;
-  if (min_tokens < 1) return Refuse("min_tokens is ", min_tokens, "; expected at least 1");
+  if (Status bad = CheckPlan(placement, quota, options.domain, new_placement, new_quota)) return bad;
+  if (options.min_tokens < 1) return Refuse("min_tokens is ", options.min_tokens, "; expected at least 1");
   return Ok();
 }
 
@@ -180,14 +180,14 @@ class Moves {
 
 }  // namespace
 
-Status Greedy(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, int64_t domain, int64_t min_tokens,
+Status Greedy(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, const GreedyOptions& options,
               MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota) {
-  if (Status bad = Check(placement, quota, domain, min_tokens, new_placement, new_quota)) return bad;
+  if (Status bad = Check(placement, quota, options, new_placement, new_quota)) return bad;
   // XLA may reuse the operands, so the plan is edited in the results.
   std::copy(placement.flat().begin(), placement.flat().end(), new_placement.flat().begin());
   std::copy(quota.flat().begin(), quota.flat().end(), new_quota.flat().begin());
-  const auto members = static_cast<size_t>(domain);
-  Moves moves(new_placement, new_quota, members, min_tokens);
+  const auto members = static_cast<size_t>(options.domain);
+  Moves moves(new_placement, new_quota, members, options.min_tokens);
   for (size_t first = 0; first < placement.rows(); first += members) moves.Balance(first);
   return Ok();
 }

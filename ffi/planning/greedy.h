@@ -3,10 +3,20 @@
 
 #include <cstdint>
 
+#include "ffi/common/fields.h"
 #include "ffi/common/status.h"
 #include "ffi/common/view.h"
 
 namespace moe_lb {
+
+struct GreedyOptions {
+  int64_t domain = 0;      // ranks of a domain; divides R
+  int64_t min_tokens = 1;  // minimum tokens of a new replica; at least 1
+
+  static auto Fields() {
+    return std::make_tuple(Named("domain", &GreedyOptions::domain), Named("min_tokens", &GreedyOptions::min_tokens));
+  }
+};
 
 // Moves the surplus of the busiest ranks to idle ones. Domains are planned separately.
 //
@@ -22,10 +32,8 @@ namespace moe_lb {
 //   placement: [R, S], the expert in each slot, -1 for an empty one.
 //   quota: [E, R], tokens of each expert served by each rank, at least 0; their sum must fit int32.
 //     Home of expert e is rank e / (E / R).
-//   domain: ranks of a domain; divides R.
-//   min_tokens: minimum tokens of a new replica; at least 1.
 //   new_placement, new_quota: the plan after the moves, of the same shapes; may not overlap the operands.
-Status Greedy(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, int64_t domain, int64_t min_tokens,
+Status Greedy(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, const GreedyOptions& options,
               MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota);
 
 }  // namespace moe_lb

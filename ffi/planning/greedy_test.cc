@@ -19,8 +19,8 @@ struct Plan {
   Status Run(int64_t domain, int64_t min_tokens) {
     const vector<int32_t> old_placement = placement, old_quota = quota;
     const size_t slots = placement.size() / num_ranks, num_experts = quota.size() / num_ranks;
-    return Greedy({old_placement.data(), num_ranks, slots}, {old_quota.data(), num_experts, num_ranks}, domain,
-                  min_tokens, {placement.data(), num_ranks, slots}, {quota.data(), num_experts, num_ranks});
+    return Greedy({old_placement.data(), num_ranks, slots}, {old_quota.data(), num_experts, num_ranks},
+                  {domain, min_tokens}, {placement.data(), num_ranks, slots}, {quota.data(), num_experts, num_ranks});
   }
 };
 
@@ -84,9 +84,9 @@ void BadArgumentsAreNamed() {
   EXPECT_EQ(refusal({2, {-2, 1}, {1, 0, 1, 0}}, 2, 1),
             "placement of rank 0, slot 0 is -2; expected an expert below 2, or -1 for an empty slot");
   vector<int32_t> a(4, 0), b(4, 0);
-  EXPECT_EQ(*Greedy({a.data(), 2, 2}, {b.data(), 4, 1}, 1, 1, {a.data(), 2, 2}, {b.data(), 4, 1}),
+  EXPECT_EQ(*Greedy({a.data(), 2, 2}, {b.data(), 4, 1}, {1, 1}, {a.data(), 2, 2}, {b.data(), 4, 1}),
             "quota has shape [4, 1]; expected [4, 2]");
-  EXPECT_EQ(*Greedy({a.data(), 2, 2}, {b.data(), 2, 2}, 1, 1, {a.data(), 1, 4}, {b.data(), 2, 2}),
+  EXPECT_EQ(*Greedy({a.data(), 2, 2}, {b.data(), 2, 2}, {1, 1}, {a.data(), 1, 4}, {b.data(), 2, 2}),
             "new_placement has shape [1, 4]; expected [2, 2]");
 }
 

@@ -25,14 +25,14 @@ struct OnCpu<make_call> {
   static xf::Error Run(Args... args, StatusResult status) { return PlanNow(make_call(args...), status); }
 };
 
-XLA_FFI_DEFINE_HANDLER(kGreedy, OnCpu<GreedyCall>::Run, GreedyBinding());
-XLA_FFI_DEFINE_HANDLER(kEplbPlus, OnCpu<EplbPlusCall>::Run, EplbPlusBinding());
-XLA_FFI_DEFINE_HANDLER(kFeplb, OnCpu<FeplbCall>::Run, FeplbBinding());
-XLA_FFI_DEFINE_HANDLER(kFasterMoe, OnCpu<FasterMoeCall>::Run, FasterMoeBinding());
-XLA_FFI_DEFINE_HANDLER(kUltraEp, OnCpu<UltraEpCall>::Run, UltraEpBinding());
-XLA_FFI_DEFINE_HANDLER(kRelay, OnCpu<RelayCall>::Run, RelayBinding());
-XLA_FFI_DEFINE_HANDLER(kSpray, OnCpu<SprayCall>::Run, SprayBinding());
-XLA_FFI_DEFINE_HANDLER(kExact, OnCpu<ExactCall>::Run, ExactBinding());
+XLA_FFI_DEFINE_HANDLER(kGreedy, OnCpu<GreedyCall>::Run, BindingOf(GreedyCall));
+XLA_FFI_DEFINE_HANDLER(kEplbPlus, OnCpu<EplbPlusCall>::Run, BindingOf(EplbPlusCall));
+XLA_FFI_DEFINE_HANDLER(kFeplb, OnCpu<FeplbCall>::Run, BindingOf(FeplbCall));
+XLA_FFI_DEFINE_HANDLER(kFasterMoe, OnCpu<FasterMoeCall>::Run, BindingOf(FasterMoeCall));
+XLA_FFI_DEFINE_HANDLER(kUltraEp, OnCpu<UltraEpCall>::Run, BindingOf(UltraEpCall));
+XLA_FFI_DEFINE_HANDLER(kRelay, OnCpu<RelayCall>::Run, BindingOf(RelayCall));
+XLA_FFI_DEFINE_HANDLER(kSpray, OnCpu<SprayCall>::Run, BindingOf(SprayCall));
+XLA_FFI_DEFINE_HANDLER(kExact, OnCpu<ExactCall>::Run, BindingOf(ExactCall));
 
 }  // namespace
 

@@ -44,14 +44,14 @@ struct OnCuda<make_call> {
   }
 };
 
-XLA_FFI_DEFINE_HANDLER(kGreedy, OnCuda<GreedyCall>::Run, OnStream(GreedyBinding()));
-XLA_FFI_DEFINE_HANDLER(kEplbPlus, OnCuda<EplbPlusCall>::Run, OnStream(EplbPlusBinding()));
-XLA_FFI_DEFINE_HANDLER(kFeplb, OnCuda<FeplbCall>::Run, OnStream(FeplbBinding()));
-XLA_FFI_DEFINE_HANDLER(kFasterMoe, OnCuda<FasterMoeCall>::Run, OnStream(FasterMoeBinding()));
-XLA_FFI_DEFINE_HANDLER(kUltraEp, OnCuda<UltraEpCall>::Run, OnStream(UltraEpBinding()));
-XLA_FFI_DEFINE_HANDLER(kRelay, OnCuda<RelayCall>::Run, OnStream(RelayBinding()));
-XLA_FFI_DEFINE_HANDLER(kSpray, OnCuda<SprayCall>::Run, OnStream(SprayBinding()));
-XLA_FFI_DEFINE_HANDLER(kExact, OnCuda<ExactCall>::Run, OnStream(ExactBinding()));
+XLA_FFI_DEFINE_HANDLER(kGreedy, OnCuda<GreedyCall>::Run, OnStream(BindingOf(GreedyCall)));
+XLA_FFI_DEFINE_HANDLER(kEplbPlus, OnCuda<EplbPlusCall>::Run, OnStream(BindingOf(EplbPlusCall)));
+XLA_FFI_DEFINE_HANDLER(kFeplb, OnCuda<FeplbCall>::Run, OnStream(BindingOf(FeplbCall)));
+XLA_FFI_DEFINE_HANDLER(kFasterMoe, OnCuda<FasterMoeCall>::Run, OnStream(BindingOf(FasterMoeCall)));
+XLA_FFI_DEFINE_HANDLER(kUltraEp, OnCuda<UltraEpCall>::Run, OnStream(BindingOf(UltraEpCall)));
+XLA_FFI_DEFINE_HANDLER(kRelay, OnCuda<RelayCall>::Run, OnStream(BindingOf(RelayCall)));
+XLA_FFI_DEFINE_HANDLER(kSpray, OnCuda<SprayCall>::Run, OnStream(BindingOf(SprayCall)));
+XLA_FFI_DEFINE_HANDLER(kExact, OnCuda<ExactCall>::Run, OnStream(BindingOf(ExactCall)));
 
 constexpr XLA_FFI_TypeInfo kSchedulerInfo = xf::MakeTypeInfo<HostScheduler>();
 

@@ -18,7 +18,7 @@ class OnePass {
   // slots: replicas per rank. fan_out: replicas of the experts of one home rank.
   OnePass(size_t num_ranks, size_t slots, size_t fan_out);
 
-  // The moves of greedy.h, with min_tokens = 1. mean: of the loads, rounded up.
+  // The moves of greedy.h with the default options. mean: of the loads, rounded up.
   void FillGreedy(Serving& serving, int32_t mean);
 
   // The first attempt of ultraep.h, with the dynamic floor. If the surplus does not fit, some of it stays at home.

@@ -1,14 +1,18 @@
-// Planners as XLA calls, shared by all platforms: the binding and the host function of each.
+// Planners as XLA calls, shared by all platforms: the arguments and the host function of each.
 //
-// A new planner adds a function returning its PlannerCall, its binding, and one line in each of handlers_cpu.cc and
-// handlers_cuda.cc.
+// A new planner adds a function returning its PlannerCall and one line in each of handlers_cpu.cc and handlers_cuda.cc.
 #pragma once
 
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <optional>
+#include <tuple>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
+#include "ffi/common/fields.h"
 #include "ffi/common/status.h"
 #include "ffi/common/view.h"
 #include "ffi/planning/eplb_plus.h"
@@ -67,184 +71,134 @@ inline MatrixView<int32_t> Out(MatrixResult& buffer) {
           static_cast<size_t>(buffer->dimensions()[1])};
 }
 
-// ---- Greedy --------------------------------------------------------------------
+// ---- Options -------------------------------------------------------------------
 
-inline PlannerCall GreedyCall(Matrix placement, Matrix quota, int64_t domain, int64_t min_tokens,
+// Reads all fields of options; fails if one is missing or of another type, or if there are others.
+template <typename Options>
+Status ReadOptions(const xla::ffi::Dictionary& attributes, Options* options) {
+  constexpr size_t kFields = std::tuple_size_v<decltype(Options::Fields())>;
+  if (attributes.size() != kFields) return Refuse("expected ", kFields, " attributes, got ", attributes.size());
+  return ForFields(*options, [&](const char* name, auto& value) -> Status {
+    const auto found = attributes.get<std::decay_t<decltype(value)>>(name);
+    if (!found.has_value()) return Refuse("found no attribute ", name, " of the expected type");
+    value = *found;
+    return Ok();
+  });
+}
+
+// Options read from all attributes of a call.
+template <typename Options>
+struct FromAttributes : Options {};
+
+// ---- Planners ------------------------------------------------------------------
+
+// placement [R, S], quota [E, R]; the same of the new plan.
+inline PlannerCall GreedyCall(Matrix placement, Matrix quota, FromAttributes<GreedyOptions> options,
                               MatrixResult new_placement, MatrixResult new_quota) {
-  return {
-      "moe_lb_plan_greedy",
-      {In(placement), In(quota)},
-      {Out(new_placement), Out(new_quota)},
-      [=](const Operands& in, const Results& out) { return Greedy(in[0], in[1], domain, min_tokens, out[0], out[1]); }};
+  return {"moe_lb_plan_greedy",
+          {In(placement), In(quota)},
+          {Out(new_placement), Out(new_quota)},
+          [=](const Operands& in, const Results& out) { return Greedy(in[0], in[1], options, out[0], out[1]); }};
 }
 
-inline auto GreedyBinding() {
-  return xla::ffi::Ffi::Bind()
-      .Arg<Matrix>()  // placement [R, S]
-      .Arg<Matrix>()  // quota [E, R]
-      .Attr<int64_t>("domain")
-      .Attr<int64_t>("min_tokens")
-      .Ret<Matrix>()   // new placement [R, S]
-      .Ret<Matrix>()   // new quota [E, R]
-      .Ret<Vector>();  // status [1]
-}
-
-// ---- UltraEP -------------------------------------------------------------------
-
-inline PlannerCall UltraEpCall(Matrix placement, Matrix quota, int64_t domain, float eps, int64_t min_tokens,
+// placement [R, S], quota [E, R]; the same of the new plan.
+inline PlannerCall UltraEpCall(Matrix placement, Matrix quota, FromAttributes<UltraEpOptions> options,
                                MatrixResult new_placement, MatrixResult new_quota) {
   return {"moe_lb_plan_ultraep",
           {In(placement), In(quota)},
           {Out(new_placement), Out(new_quota)},
-          [=](const Operands& in, const Results& out) {
-            return UltraEp(in[0], in[1], domain, eps, min_tokens, out[0], out[1]);
-          }};
+          [=](const Operands& in, const Results& out) { return UltraEp(in[0], in[1], options, out[0], out[1]); }};
 }
 
-inline auto UltraEpBinding() {
-  return xla::ffi::Ffi::Bind()
-      .Arg<Matrix>()  // placement [R, S]
-      .Arg<Matrix>()  // quota [E, R]
-      .Attr<int64_t>("domain")
-      .Attr<float>("eps")
-      .Attr<int64_t>("min_tokens")
-      .Ret<Matrix>()   // new placement [R, S]
-      .Ret<Matrix>()   // new quota [E, R]
-      .Ret<Vector>();  // status [1]
-}
-
-// ---- Relay ---------------------------------------------------------------------
-
-inline PlannerCall RelayCall(Matrix placement, int64_t num_home, int64_t min_replicas, int64_t max_relays,
-                             int64_t min_gain, MatrixResult relay) {
-  const RelayOptions options = {min_replicas, max_relays, min_gain};
+// placement [R, S]; relay [R, S].
+inline PlannerCall RelayCall(Matrix placement, FromAttributes<RelayOptions> options, MatrixResult relay) {
   return {"moe_lb_plan_relay", {In(placement)}, {Out(relay)}, [=](const Operands& in, const Results& out) {
-            return Relay(in[0], num_home, options, out[0]);
+            return Relay(in[0], options, out[0]);
           }};
 }
 
-inline auto RelayBinding() {
-  return xla::ffi::Ffi::Bind()
-      .Arg<Matrix>()  // placement [R, S]
-      .Attr<int64_t>("num_home")
-      .Attr<int64_t>("min_replicas")
-      .Attr<int64_t>("max_relays")
-      .Attr<int64_t>("min_gain")
-      .Ret<Matrix>()   // relay [R, S]
-      .Ret<Vector>();  // status [1]
-}
-
-// ---- Exact ---------------------------------------------------------------------
-
-inline PlannerCall ExactCall(Matrix counts, int64_t domain, double eps, int64_t max_fan_out, bool localize,
-                             MatrixResult placement, MatrixResult quota) {
-  ExactDomainsOptions options;
-  options.eps = eps;
-  options.max_fan_out = max_fan_out;
-  options.localize = localize;
+// counts [R, E]; placement [R, S], quota [E, R].
+inline PlannerCall ExactCall(Matrix counts, FromAttributes<ExactDomainsOptions> options, MatrixResult placement,
+                             MatrixResult quota) {
   return {"moe_lb_plan_exact", {In(counts)}, {Out(placement), Out(quota)}, [=](const Operands& in, const Results& out) {
-            return ExactDomains(in[0], domain, options, out[0], out[1]);
+            return ExactDomains(in[0], options, out[0], out[1]);
           }};
 }
 
-inline auto ExactBinding() {
-  return xla::ffi::Ffi::Bind()
-      .Arg<Matrix>()  // counts [R, E]
-      .Attr<int64_t>("domain")
-      .Attr<double>("eps")
-      .Attr<int64_t>("max_fan_out")
-      .Attr<bool>("localize")
-      .Ret<Matrix>()   // placement [R, S]
-      .Ret<Matrix>()   // quota [E, R]
-      .Ret<Vector>();  // status [1]
-}
-
-// ---- FEPLB ---------------------------------------------------------------------
-
-inline PlannerCall FeplbCall(Matrix placement, Matrix quota, int64_t domain, int64_t num_dynamic, int64_t max_num_dyn,
-                             int64_t tau, bool skip, MatrixResult new_placement, MatrixResult new_quota) {
-  const FeplbOptions options = {domain, num_dynamic, max_num_dyn, tau, skip};
+// placement [R, S], quota [E, R]; the same of the new plan.
+inline PlannerCall FeplbCall(Matrix placement, Matrix quota, FromAttributes<FeplbOptions> options,
+                             MatrixResult new_placement, MatrixResult new_quota) {
   return {"moe_lb_plan_feplb",
           {In(placement), In(quota)},
           {Out(new_placement), Out(new_quota)},
           [=](const Operands& in, const Results& out) { return Feplb(in[0], in[1], options, out[0], out[1]); }};
 }
 
-inline auto FeplbBinding() {
-  return xla::ffi::Ffi::Bind()
-      .Arg<Matrix>()  // placement [R, S]
-      .Arg<Matrix>()  // quota [E, R]
-      .Attr<int64_t>("domain")
-      .Attr<int64_t>("num_dynamic")
-      .Attr<int64_t>("max_num_dyn")
-      .Attr<int64_t>("tau")
-      .Attr<bool>("skip")
-      .Ret<Matrix>()   // new placement [R, S]
-      .Ret<Matrix>()   // new quota [E, R]
-      .Ret<Vector>();  // status [1]
+// placement [R, S], quota [E, R], counts [R, E]; placement and quota of the new plan.
+inline PlannerCall FasterMoeCall(Matrix placement, Matrix quota, Matrix counts,
+                                 FromAttributes<FasterMoeOptions> options, MatrixResult new_placement,
+                                 MatrixResult new_quota) {
+  return {
+      "moe_lb_plan_fastermoe",
+      {In(placement), In(quota), In(counts)},
+      {Out(new_placement), Out(new_quota)},
+      [=](const Operands& in, const Results& out) { return FasterMoe(in[0], in[1], in[2], options, out[0], out[1]); }};
 }
 
-// ---- FasterMoE -----------------------------------------------------------------
-
-inline PlannerCall FasterMoeCall(Matrix placement, Matrix quota, Matrix counts, int64_t domain, int64_t min_saved,
-                                 MatrixResult new_placement, MatrixResult new_quota) {
-  return {"moe_lb_plan_fastermoe",
-          {In(placement), In(quota), In(counts)},
-          {Out(new_placement), Out(new_quota)},
-          [=](const Operands& in, const Results& out) {
-            return FasterMoe(in[0], in[1], in[2], domain, min_saved, out[0], out[1]);
-          }};
-}
-
-inline auto FasterMoeBinding() {
-  return xla::ffi::Ffi::Bind()
-      .Arg<Matrix>()  // placement [R, S]
-      .Arg<Matrix>()  // quota [E, R]
-      .Arg<Matrix>()  // counts [R, E]
-      .Attr<int64_t>("domain")
-      .Attr<int64_t>("min_saved")
-      .Ret<Matrix>()   // new placement [R, S]
-      .Ret<Matrix>()   // new quota [E, R]
-      .Ret<Vector>();  // status [1]
-}
-
-// ---- EPLB+ ---------------------------------------------------------------------
-
-inline PlannerCall EplbPlusCall(Vector tokens, Matrix placement, int64_t domain, MatrixResult new_placement,
-                                MatrixResult quota) {
+// tokens [E], placement [R, S]; new placement [R, S], quota [E, R].
+inline PlannerCall EplbPlusCall(Vector tokens, Matrix placement, FromAttributes<EplbPlusOptions> options,
+                                MatrixResult new_placement, MatrixResult quota) {
   return {
       "moe_lb_plan_eplb_plus",
       {In(tokens), In(placement)},
       {Out(new_placement), Out(quota)},
-      [=](const Operands& in, const Results& out) { return EplbPlus(in[0].flat(), in[1], domain, out[0], out[1]); }};
+      [=](const Operands& in, const Results& out) { return EplbPlus(in[0].flat(), in[1], options, out[0], out[1]); }};
 }
 
-inline auto EplbPlusBinding() {
-  return xla::ffi::Ffi::Bind()
-      .Arg<Vector>()  // tokens [E]
-      .Arg<Matrix>()  // placement [R, S]
-      .Attr<int64_t>("domain")
-      .Ret<Matrix>()   // new placement [R, S]
-      .Ret<Matrix>()   // quota [E, R]
-      .Ret<Vector>();  // status [1]
-}
-
-// ---- Spray ---------------------------------------------------------------------
-
-inline PlannerCall SprayCall(Matrix rows, Vector ticks, int64_t ranks_per_node, int64_t chunks, MatrixResult rails) {
+// rows [R, R], ticks [N]; rails [R, R * N].
+inline PlannerCall SprayCall(Matrix rows, Vector ticks, FromAttributes<SprayOptions> options, MatrixResult rails) {
   return {"moe_lb_plan_spray", {In(rows), In(ticks)}, {Out(rails)}, [=](const Operands& in, const Results& out) {
-            return Spray(in[0], in[1].flat(), ranks_per_node, chunks, out[0]);
+            return Spray(in[0], in[1].flat(), options, out[0]);
           }};
 }
 
-inline auto SprayBinding() {
-  return xla::ffi::Ffi::Bind()
-      .Arg<Matrix>()  // rows [R, R]
-      .Arg<Vector>()  // ticks [N]
-      .Attr<int64_t>("ranks_per_node")
-      .Attr<int64_t>("chunks")
-      .Ret<Matrix>()   // rails [R, R * N]
-      .Ret<Vector>();  // status [1]
+// ---- Bindings ------------------------------------------------------------------
+
+template <typename Binding>
+auto Bound(Binding binding) {
+  return std::move(binding).template Ret<Vector>();  // status [1]
+}
+
+template <typename First, typename... Rest, typename Binding>
+auto Bound(Binding binding) {
+  if constexpr (std::is_same_v<First, Vector> || std::is_same_v<First, Matrix>) {
+    return Bound<Rest...>(std::move(binding).template Arg<First>());
+  } else if constexpr (std::is_same_v<First, MatrixResult>) {
+    return Bound<Rest...>(std::move(binding).template Ret<Matrix>());
+  } else {
+    return Bound<Rest...>(std::move(binding).template Attrs<First>());
+  }
+}
+
+// The binding of a planner: the arguments of the call, then the status word.
+template <typename... Args>
+auto BindingOf(PlannerCall (*)(Args...)) {
+  return Bound<Args...>(xla::ffi::Ffi::Bind());
 }
 
 }  // namespace moe_lb
+
+namespace xla::ffi {
+
+template <typename Options>
+struct AttrDecoding<moe_lb::FromAttributes<Options>> {
+  using Type = moe_lb::FromAttributes<Options>;
+  static std::optional<Type> Decode(XLA_FFI_AttrType, void* attributes, DiagnosticEngine& diagnostic) {
+    Type options;
+    const Dictionary dictionary(static_cast<const XLA_FFI_Attrs*>(attributes));
+    if (const moe_lb::Status bad = moe_lb::ReadOptions<Options>(dictionary, &options)) return diagnostic.Emit(*bad);
+    return options;
+  }
+};
+
+}  // namespace xla::ffi

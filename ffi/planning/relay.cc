@@ -9,20 +9,12 @@
 namespace moe_lb {
 namespace {
 
-Status CheckOptions(const RelayOptions& options) {
-  if (options.min_replicas < 2) return Refuse("min_replicas is ", options.min_replicas, "; expected at least 2");
-  if (options.max_relays < 1) return Refuse("max_relays is ", options.max_relays, "; expected at least 1");
-  if (options.min_gain < 1) return Refuse("min_gain is ", options.min_gain, "; expected at least 1");
-  return Ok();
-}
-
-Status Check(MatrixView<const int32_t> placement, int64_t num_home, const RelayOptions& options,
-             MatrixView<int32_t> relay) {
+Status Check(MatrixView<const int32_t> placement, const RelayOptions& options, MatrixView<int32_t> relay) {
   if (Status bad = CheckOptions(options)) return bad;
-  if (num_home < 1 || num_home > static_cast<int64_t>(placement.columns())) {
-    return Refuse("num_home is ", num_home, "; expected 1 to the ", placement.columns(), " slots of a rank");
+  if (options.num_home < 1 || options.num_home > static_cast<int64_t>(placement.columns())) {
+    return Refuse("num_home is ", options.num_home, "; expected 1 to the ", placement.columns(), " slots of a rank");
   }
-  const auto home = static_cast<size_t>(num_home);
+  const auto home = static_cast<size_t>(options.num_home);
   if (Status bad = CheckPlacement(placement, placement.rows() * home)) return bad;
   if (Status bad = CheckHomes(placement, home)) return bad;
   return CheckShape("relay", relay, placement.rows(), placement.columns());
@@ -119,10 +111,16 @@ class Trees {
 
 }  // namespace
 
-Status Relay(MatrixView<const int32_t> placement, int64_t num_home, const RelayOptions& options,
-             MatrixView<int32_t> relay) {
-  if (Status bad = Check(placement, num_home, options, relay)) return bad;
-  const size_t num_ranks = placement.rows(), home = static_cast<size_t>(num_home);
+Status CheckOptions(const RelayOptions& options) {
+  if (options.min_replicas < 2) return Refuse("min_replicas is ", options.min_replicas, "; expected at least 2");
+  if (options.max_relays < 1) return Refuse("max_relays is ", options.max_relays, "; expected at least 1");
+  if (options.min_gain < 1) return Refuse("min_gain is ", options.min_gain, "; expected at least 1");
+  return Ok();
+}
+
+Status Relay(MatrixView<const int32_t> placement, const RelayOptions& options, MatrixView<int32_t> relay) {
+  if (Status bad = Check(placement, options, relay)) return bad;
+  const size_t num_ranks = placement.rows(), home = static_cast<size_t>(options.num_home);
   std::vector<std::vector<Replica>> replicas(num_ranks * home);
   if (Status bad = FindReplicas(placement, home, &replicas)) return bad;
   std::fill(relay.flat().begin(), relay.flat().end(), -1);

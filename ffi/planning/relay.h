@@ -3,16 +3,26 @@
 
 #include <cstdint>
 
+#include "ffi/common/fields.h"
 #include "ffi/common/status.h"
 #include "ffi/common/view.h"
 
 namespace moe_lb {
 
 struct RelayOptions {
+  int64_t num_home = 0;      // home experts of a rank; the first slots
   int64_t min_replicas = 4;  // experts with fewer replicas are copied from home; at least 2
   int64_t max_relays = 8;    // of one expert; at least 1
   int64_t min_gain = 2;      // copies by which the busiest sender of a tree must be below home alone; at least 1
+
+  static auto Fields() {
+    return std::make_tuple(Named("num_home", &RelayOptions::num_home),
+                           Named("min_replicas", &RelayOptions::min_replicas),
+                           Named("max_relays", &RelayOptions::max_relays), Named("min_gain", &RelayOptions::min_gain));
+  }
 };
+
+Status CheckOptions(const RelayOptions& options);
 
 // Builds trees of two levels, expert by expert in order, by the copies sent by each rank so far. All copies have equal
 // size.
@@ -27,7 +37,6 @@ struct RelayOptions {
 //   placement: [R, S], the expert in each slot, -1 for an empty one, none twice on a rank. The first num_home slots of
 //     rank r hold its home experts, r * num_home and up.
 //   relay: [R, S], the rank from which the slot copies; its own rank for a home expert, -1 for an empty slot.
-Status Relay(MatrixView<const int32_t> placement, int64_t num_home, const RelayOptions& options,
-             MatrixView<int32_t> relay);
+Status Relay(MatrixView<const int32_t> placement, const RelayOptions& options, MatrixView<int32_t> relay);
 
 }  // namespace moe_lb

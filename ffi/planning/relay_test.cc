@@ -21,13 +21,13 @@ struct Ranks {
     relay.assign(placement.size(), -7);
   }
 
-  Status Run(int64_t num_home = 1, RelayOptions options = {}) {
-    return Relay({placement.data(), num_ranks, slots}, num_home, options, {relay.data(), num_ranks, slots});
+  Status Run(const RelayOptions& options = {1}) {
+    return Relay({placement.data(), num_ranks, slots}, options, {relay.data(), num_ranks, slots});
   }
 
   // Sources of the first replica slots.
-  vector<int32_t> Sources(RelayOptions options = {}) {
-    EXPECT(!Run(1, options));
+  vector<int32_t> Sources(const RelayOptions& options = {1}) {
+    EXPECT(!Run(options));
     vector<int32_t> sources;
     for (size_t rank = 0; rank < num_ranks; ++rank) sources.push_back(relay[rank * slots + 1]);
     return sources;
@@ -60,10 +60,10 @@ void ATreeOfTwoLevels() {
 }
 
 void OptionsBoundIt() {
-  EXPECT((Popular(4).Sources({5, 8, 2}) == vector<int32_t>{-1, 0, 0, 0, 0, -1, -1, -1, -1, -1, -1, -1}));
-  EXPECT((Popular(4).Sources({4, 8, 3}) == vector<int32_t>{-1, 0, 0, 0, 0, -1, -1, -1, -1, -1, -1, -1}));
-  EXPECT((Popular(5).Sources({4, 1, 1}) == vector<int32_t>{-1, 0, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1}));
-  EXPECT((Popular(5).Sources({4, 1, 2}) == vector<int32_t>{-1, 0, 0, 0, 0, 0, -1, -1, -1, -1, -1, -1}));
+  EXPECT((Popular(4).Sources({1, 5, 8, 2}) == vector<int32_t>{-1, 0, 0, 0, 0, -1, -1, -1, -1, -1, -1, -1}));
+  EXPECT((Popular(4).Sources({1, 4, 8, 3}) == vector<int32_t>{-1, 0, 0, 0, 0, -1, -1, -1, -1, -1, -1, -1}));
+  EXPECT((Popular(5).Sources({1, 4, 1, 1}) == vector<int32_t>{-1, 0, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1}));
+  EXPECT((Popular(5).Sources({1, 4, 1, 2}) == vector<int32_t>{-1, 0, 0, 0, 0, 0, -1, -1, -1, -1, -1, -1}));
 }
 
 void RelaysAreRanksThatSendLittle() {
@@ -74,14 +74,12 @@ void RelaysAreRanksThatSendLittle() {
 }
 
 void BadArgumentsAreNamed() {
-  const auto refusal = [](Ranks ranks, int64_t num_home = 1, RelayOptions options = {}) {
-    return *ranks.Run(num_home, options);
-  };
-  EXPECT_EQ(refusal(Popular(1), 0), "num_home is 0; expected 1 to the 2 slots of a rank");
-  EXPECT_EQ(refusal(Popular(1), 3), "num_home is 3; expected 1 to the 2 slots of a rank");
-  EXPECT_EQ(refusal(Popular(1), 1, {1, 8, 2}), "min_replicas is 1; expected at least 2");
-  EXPECT_EQ(refusal(Popular(1), 1, {4, 0, 2}), "max_relays is 0; expected at least 1");
-  EXPECT_EQ(refusal(Popular(1), 1, {4, 8, 0}), "min_gain is 0; expected at least 1");
+  const auto refusal = [](Ranks ranks, const RelayOptions& options = {1}) { return *ranks.Run(options); };
+  EXPECT_EQ(refusal(Popular(1), {0}), "num_home is 0; expected 1 to the 2 slots of a rank");
+  EXPECT_EQ(refusal(Popular(1), {3}), "num_home is 3; expected 1 to the 2 slots of a rank");
+  EXPECT_EQ(refusal(Popular(1), {1, 1, 8, 2}), "min_replicas is 1; expected at least 2");
+  EXPECT_EQ(refusal(Popular(1), {1, 4, 0, 2}), "max_relays is 0; expected at least 1");
+  EXPECT_EQ(refusal(Popular(1), {1, 4, 8, 0}), "min_gain is 0; expected at least 1");
   EXPECT_EQ(refusal(Ranks({{-1}, {2}})),
             "placement of rank 1, slot 1 is 2; expected an expert below 2, or -1 for an empty slot");
   EXPECT_EQ(refusal(Ranks({{0}, {-1}})), "placement holds expert 0 twice on rank 0; expected once at most");
@@ -90,7 +88,7 @@ void BadArgumentsAreNamed() {
   moved.placement[2] = 0;
   EXPECT_EQ(refusal(moved), "placement of rank 1, slot 0 is 0; expected its home expert 1");
   vector<int32_t> placement = {0, -1, 1, -1}, relay(4);
-  EXPECT_EQ(*Relay({placement.data(), 2, 2}, 1, {}, {relay.data(), 4, 1}), "relay has shape [4, 1]; expected [2, 2]");
+  EXPECT_EQ(*Relay({placement.data(), 2, 2}, {1}, {relay.data(), 4, 1}), "relay has shape [4, 1]; expected [2, 2]");
 }
 
 }  // namespace

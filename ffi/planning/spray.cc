@@ -8,9 +8,10 @@
 namespace moe_lb {
 namespace {
 
-Status Check(MatrixView<const int32_t> rows, View<const int32_t> ticks, int64_t ranks_per_node, int64_t chunks,
+Status Check(MatrixView<const int32_t> rows, View<const int32_t> ticks, const SprayOptions& options,
              MatrixView<int32_t> rails) {
   const size_t ranks = rows.rows();
+  const auto [ranks_per_node, chunks] = options;
   if (ranks == 0 || rows.columns() != ranks) {
     return Refuse("rows has shape [", ranks, ", ", rows.columns(), "]; expected [R, R], at least 1");
   }
@@ -105,11 +106,11 @@ void Between(MatrixView<const int32_t> rows, View<const int32_t> ticks, size_t m
 
 }  // namespace
 
-Status Spray(MatrixView<const int32_t> rows, View<const int32_t> ticks, int64_t ranks_per_node, int64_t chunks,
+Status Spray(MatrixView<const int32_t> rows, View<const int32_t> ticks, const SprayOptions& options,
              MatrixView<int32_t> rails) {
-  if (Status bad = Check(rows, ticks, ranks_per_node, chunks, rails)) return bad;
+  if (Status bad = Check(rows, ticks, options, rails)) return bad;
   const size_t ranks = rows.rows(), num_rails = ticks.size();
-  const auto members = static_cast<size_t>(ranks_per_node);
+  const auto members = static_cast<size_t>(options.ranks_per_node);
   for (size_t from = 0; from < ranks; ++from) {
     for (size_t entry = 0; entry < ranks * num_rails; ++entry) rails[from][entry] = 0;
     // Rows inside a node use no rail, but all entries must add up to the rows: the transport checks it.
@@ -119,7 +120,7 @@ Status Spray(MatrixView<const int32_t> rows, View<const int32_t> ticks, int64_t 
   }
   for (size_t from = 0; from < ranks; from += members) {
     for (size_t to = 0; to < ranks; to += members) {
-      if (from != to) Between(rows, ticks, members, from, to, chunks, rails);
+      if (from != to) Between(rows, ticks, members, from, to, options.chunks, rails);
     }
   }
   return Ok();

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "ffi/common/fields.h"
 #include "ffi/common/status.h"
 #include "ffi/common/view.h"
 
@@ -11,6 +12,18 @@ namespace moe_lb {
 // Time per row of a rail; products of ticks and loads fit 62 bits, in JAX too.
 constexpr int32_t kMaxTicks = 32767;
 constexpr int64_t kMaxChunks = 4096;
+
+struct SprayOptions {
+  // Ranks sharing network rails; divides R. They may differ from the ranks of a domain, among which a plan moves expert
+  // weights.
+  int64_t ranks_per_node = 0;
+  int64_t chunks = 1;  // of each pair of nodes on each rail, at least, if there are enough rows; at most kMaxChunks
+
+  static auto Fields() {
+    return std::make_tuple(Named("ranks_per_node", &SprayOptions::ranks_per_node),
+                           Named("chunks", &SprayOptions::chunks));
+  }
+};
 
 // Assigns the rows from rank to rank to rails, for each pair of sending and receiving node separately: the plan of a
 // sending node depends on its own rows only.
@@ -26,11 +39,8 @@ constexpr int64_t kMaxChunks = 4096;
 //
 //   rows: [R, R], from rank to rank, at least 0; their sum must fit int32.
 //   ticks: [N], of each rail, at most kMaxTicks; 0 for a dead one. N divides the ranks of a node.
-//   ranks_per_node: ranks sharing network rails; divides R. They may differ from the ranks of a domain, among
-//     which a plan moves expert weights.
-//   chunks: of each pair of nodes on each rail, at least, if there are enough rows; at most kMaxChunks.
 //   rails: [R, R * N], rows from rank to rank on each rail.
-Status Spray(MatrixView<const int32_t> rows, View<const int32_t> ticks, int64_t ranks_per_node, int64_t chunks,
+Status Spray(MatrixView<const int32_t> rows, View<const int32_t> ticks, const SprayOptions& options,
              MatrixView<int32_t> rails);
 
 }  // namespace moe_lb

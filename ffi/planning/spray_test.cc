@@ -13,7 +13,7 @@ using Ints = std::vector<int32_t>;
 
 // Two nodes of two ranks each, with two rails.
 Status Run(const Ints& rows, const Ints& ticks, int64_t ranks_per_node, int64_t chunks, Ints& rails) {
-  return Spray({rows.data(), 4, 4}, {ticks.data(), ticks.size()}, ranks_per_node, chunks,
+  return Spray({rows.data(), 4, 4}, {ticks.data(), ticks.size()}, {ranks_per_node, chunks},
                {rails.data(), 4, rails.size() / 4});
 }
 
@@ -59,7 +59,7 @@ void BadArgumentsAreNamed() {
   EXPECT_EQ(*Run(rows, {1, 1}, 2, 1, rails), "rows from rank 1 to 2 is -5; expected at least 0");
   rows[6] = rows[7] = 2147483647;
   EXPECT_EQ(*Run(rows, {1, 1}, 2, 1, rails), "rows sum to 4294967294; expected at most 2147483647");
-  EXPECT_EQ(*Spray({rows.data(), 2, 4}, {rows.data(), 1}, 1, 1, {rails.data(), 2, 4}),
+  EXPECT_EQ(*Spray({rows.data(), 2, 4}, {rows.data(), 1}, {1, 1}, {rails.data(), 2, 4}),
             "rows has shape [2, 4]; expected [R, R], at least 1");
 }
 

@@ -11,12 +11,10 @@
 namespace moe_lb {
 namespace {
 
-Status Check(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, int64_t domain, float eps,
-             int64_t min_tokens, MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota) {
-  if (Status bad = CheckPlan(placement, quota, domain, new_placement, new_quota)) return bad;
-  // A NaN fails both comparisons, so it is refused too.
-  if (!(eps >= 0 && eps <= 1)) return Refuse("eps is ", eps, "; expected 0 to 1");
-  if (min_tokens < 1) return Refuse("min_tokens is ", min_tokens, "; expected at least 1");
+Status Check(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, const UltraEpOptions& options,
+             MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota) {
+  if (Status bad = CheckPlan(placement, quota, options.domain, new_placement, new_quota)) return bad;
+  if (Status bad = CheckOptions(options)) return bad;
   return CheckHomes(placement, quota.rows() / placement.rows());
 }
 
@@ -209,18 +207,25 @@ std::vector<int64_t> Loads(MatrixView<const int32_t> quota) {
 
 }  // namespace
 
-Status UltraEp(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, int64_t domain, float eps,
-               int64_t min_tokens, MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota) {
-  if (Status bad = Check(placement, quota, domain, eps, min_tokens, new_placement, new_quota)) return bad;
+Status CheckOptions(const UltraEpOptions& options) {
+  // A NaN fails both comparisons, so it is refused too.
+  if (!(options.eps >= 0 && options.eps <= 1)) return Refuse("eps is ", options.eps, "; expected 0 to 1");
+  if (options.min_tokens < 1) return Refuse("min_tokens is ", options.min_tokens, "; expected at least 1");
+  return Ok();
+}
+
+Status UltraEp(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, const UltraEpOptions& options,
+               MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota) {
+  if (Status bad = Check(placement, quota, options, new_placement, new_quota)) return bad;
   std::copy(placement.flat().begin(), placement.flat().end(), new_placement.flat().begin());
   std::copy(quota.flat().begin(), quota.flat().end(), new_quota.flat().begin());
   const Holders holders(placement, quota.rows());
   const std::vector<int64_t> load = Loads(quota);
   const size_t home = quota.rows() / placement.rows();
-  const auto members = static_cast<size_t>(domain);
+  const auto members = static_cast<size_t>(options.domain);
   for (size_t first = 0; first < placement.rows(); first += members) {
-    Domain ranks(placement, quota, holders, load, first, members, min_tokens);
-    for (const Replica& replica : ranks.Plan(eps)) {
+    Domain ranks(placement, quota, holders, load, first, members, options.min_tokens);
+    for (const Replica& replica : ranks.Plan(options.eps)) {
       const View<int32_t> slots = new_placement[replica.rank];
       *std::find(slots.begin(), slots.end(), -1) = static_cast<int32_t>(replica.expert);
       new_quota[replica.expert][replica.expert / home] -= static_cast<int32_t>(replica.tokens);

@@ -3,10 +3,24 @@
 
 #include <cstdint>
 
+#include "ffi/common/fields.h"
 #include "ffi/common/status.h"
 #include "ffi/common/view.h"
 
 namespace moe_lb {
+
+struct UltraEpOptions {
+  int64_t domain = 0;         // ranks of a domain; divides R. Only experts at home in a domain are replicated in it
+  float eps = 0.01f;          // 0 to 1
+  int64_t min_tokens = 1024;  // at least 1
+
+  static auto Fields() {
+    return std::make_tuple(Named("domain", &UltraEpOptions::domain), Named("eps", &UltraEpOptions::eps),
+                           Named("min_tokens", &UltraEpOptions::min_tokens));
+  }
+};
+
+Status CheckOptions(const UltraEpOptions& options);
 
 // Finds a limit tau on the load of a rank, near the mean, under which the surplus of the home ranks fits into new
 // replicas, in every domain separately. This is the planner of the paper's released code, whose minimum size of a
@@ -37,12 +51,9 @@ namespace moe_lb {
 //   placement: [R, S], the expert in each slot, -1 for an empty one. The first E / R of rank r hold its
 //     home experts, r * E / R and up.
 //   quota: [E, R], tokens of each expert served by each rank, at least 0; their sum must fit int32.
-//   domain: ranks of a domain; divides R. Only experts at home in a domain are replicated in it.
-//   eps: 0 to 1.
-//   min_tokens: at least 1.
 //   new_placement, new_quota: the plan, of the same shapes; may not overlap the operands. New replicas
 //     take the first empty slots of a rank, in the order in which they were made.
-Status UltraEp(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, int64_t domain, float eps,
-               int64_t min_tokens, MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota);
+Status UltraEp(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, const UltraEpOptions& options,
+               MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota);
 
 }  // namespace moe_lb

@@ -24,8 +24,9 @@ struct Plan {
 
   Status Run(int64_t domain, float eps = 0.01f, int64_t min_tokens = 1024) {
     const vector<int32_t> old_placement = placement, old_quota = quota;
-    return UltraEp({old_placement.data(), num_ranks, slots()}, {old_quota.data(), num_experts(), num_ranks}, domain,
-                   eps, min_tokens, {placement.data(), num_ranks, slots()}, {quota.data(), num_experts(), num_ranks});
+    return UltraEp({old_placement.data(), num_ranks, slots()}, {old_quota.data(), num_experts(), num_ranks},
+                   {domain, eps, min_tokens}, {placement.data(), num_ranks, slots()},
+                   {quota.data(), num_experts(), num_ranks});
   }
 
   vector<int32_t> Load() const {

@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "ffi/testing/handler_calls.h"
@@ -65,6 +66,20 @@ Attribute Bool(bool value);
 Attribute Text(const std::string& value);
 Attribute IntArray(const std::vector<int64_t>& values);
 Attribute Dictionary(const Attributes& entries);
+
+inline Attribute Scalar(int64_t value) { return Int(value); }
+inline Attribute Scalar(float value) { return Float(value); }
+inline Attribute Scalar(double value) { return Double(value); }
+inline Attribute Scalar(bool value) { return Bool(value); }
+
+// The fields of the options of a planner.
+template <typename Options>
+Attributes AttributesOf(const Options& options) {
+  Attributes attributes;
+  std::apply([&](const auto&... field) { ((attributes[field.name] = Scalar(options.*field.member)), ...); },
+             Options::Fields());
+  return attributes;
+}
 
 // ---- mutations -----------------------------------------------------------------
 

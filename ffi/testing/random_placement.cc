@@ -22,11 +22,12 @@ Placement::Placement(Random& random)
   array = Ints({ranks, slots}, values);
 }
 
-void AddFeplbOptions(Random& random, Attributes* attributes) {
-  (*attributes)["num_dynamic"] = Int(random.Between(1, 3));
-  (*attributes)["max_num_dyn"] = Int(random.Between(1, 3));
-  (*attributes)["tau"] = Int(random.Between(1, 10));
-  (*attributes)["skip"] = Bool(random.Chance(50));
+GreedyOptions RandomGreedy(Random& random, const Placement& placement) {
+  return {placement.domain, random.Between(1, 10)};
+}
+
+FeplbOptions RandomFeplb(Random& random, const Placement& placement) {
+  return {placement.domain, random.Between(1, 3), random.Between(1, 3), random.Between(1, 10), random.Chance(50)};
 }
 
 }  // namespace moe_lb::testing

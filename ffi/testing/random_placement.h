@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "ffi/planning/feplb.h"
+#include "ffi/planning/greedy.h"
 #include "ffi/testing/random_calls.h"
 
 namespace moe_lb::testing {
@@ -20,7 +22,7 @@ struct Placement {
   Array array;
 };
 
-// Attributes of FEPLB without the domain, which must fit the placement.
-void AddFeplbOptions(Random& random, Attributes* attributes);
+GreedyOptions RandomGreedy(Random& random, const Placement& placement);
+FeplbOptions RandomFeplb(Random& random, const Placement& placement);
 
 }  // namespace moe_lb::testing

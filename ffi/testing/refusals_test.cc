@@ -81,13 +81,17 @@ void AttributesOfAPost() {
     attributes["options"] = Dictionary(options);
     return MessageOf("moe_lb_copy_post", attributes);
   };
-  const Attributes options = {{"domain", Int(1)}, {"min_tokens", Int(1)}};
+  const Attributes options = AttributesOf(moe_lb::GreedyOptions{1});
   ExpectRefusal(message(-1, "greedy", options), "plan_size is -1; expected 0 to 2147483647");
   EXPECT_EQ(message(0, "greedy", options), std::string());
   EXPECT_EQ(message(kMost, "greedy", options), std::string());
   ExpectRefusal(message(kMost + 1, "greedy", options), "plan_size is 2147483648; expected 0 to 2147483647");
   ExpectRefusal(message(0, "exact", options), "planner is exact; expected greedy or feplb");
-  ExpectRefusal(message(0, "greedy", {{"domain", Int(1)}}), "have no min_tokens of the expected type");
+  ExpectRefusal(message(0, "greedy", {{"domain", Int(1)}}), "expected 2 attributes, got 1");
+  ExpectRefusal(message(0, "feplb", options), "expected 5 attributes, got 2");
+  Attributes narrow = options;
+  narrow["domain"] = Float(1);
+  ExpectRefusal(message(0, "greedy", narrow), "no attribute domain of the expected type");
 }
 
 void OperandsOfCopies() {
@@ -110,7 +114,7 @@ void OperandsOfCopies() {
   Attributes post = SiteWith("plan_size", Int(0));
   post["num_kinds"] = Int(1);
   post["planner"] = Text("greedy");
-  post["options"] = Dictionary({{"domain", Int(1)}, {"min_tokens", Int(1)}});
+  post["options"] = Dictionary(AttributesOf(moe_lb::GreedyOptions{1}));
   ExpectRefusal(MessageOf("moe_lb_copy_post", post,
                           Operands{{place, Result(kBf16, {2, 3})}, {Result(kS32, {2}), Result(kBf16, {1, 3})}, {}}),
                 "got 0 operands of the planner; expected 2");

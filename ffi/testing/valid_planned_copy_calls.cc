@@ -20,8 +20,7 @@ class Planned {
       : placement_(random),
         // One device may have all ranks, as in programs without a mesh axis of ranks.
         ranks_here_(random.Chance(70) ? 1 : placement_.ranks),
-        quota_(IntsBetween(random, {placement_.experts, placement_.ranks}, 0, 50)),
-        domain_(Int(placement_.domain)) {
+        quota_(IntsBetween(random, {placement_.experts, placement_.ranks}, 0, 50)) {
     for (int64_t kind = random.Between(1, 3); kind > 0; --kind) {
       std::vector<int64_t> dims;
       for (int64_t i = random.Below(3); i > 0; --i) dims.push_back(random.Below(6));
@@ -30,10 +29,10 @@ class Planned {
     for (int64_t i = random.Below(3); i > 0; --i) after_.push_back(IntsBetween(random, {random.Below(9)}, -9, 9));
   }
 
-  // options: of the planner, but for the domain.
-  Call Post(Random& random, const std::string& planner, Attributes options) const {
+  const Placement& placement() const { return placement_; }
+
+  Call Post(Random& random, const std::string& planner, const Attributes& options) const {
     Call call;
-    options["domain"] = domain_;
     call.attributes["planner"] = Text(planner);
     call.attributes["options"] = Dictionary(options);
     call.attributes["num_participants"] = Int(placement_.ranks / ranks_here_);
@@ -71,7 +70,6 @@ class Planned {
     before->sets_timeout = true;
     Call call;
     call.attributes = options;
-    call.attributes["domain"] = domain_;
     const size_t kinds = experts_.size();
     for (const Operands& post : before->call.devices) {
       Operands plan = {{placement_.array, quota_, post.rets[0]},
@@ -104,27 +102,23 @@ class Planned {
   const Placement placement_;
   const int64_t ranks_here_;
   const Array quota_;
-  const Attribute domain_;
   std::vector<std::vector<int64_t>> experts_;
   std::vector<Array> after_;
 };
 
-Attributes GreedyOptions(Random& random) { return {{"min_tokens", Int(random.Between(1, 10))}}; }
-
 Call CopyPost(Random& random) {
-  const Attributes options = GreedyOptions(random);
-  return Planned(random).Post(random, "greedy", options);
+  const Planned planned(random);
+  return planned.Post(random, "greedy", AttributesOf(RandomGreedy(random, planned.placement())));
 }
 
 Call PlanGreedyAndCopy(Random& random) {
-  const Attributes options = GreedyOptions(random);
-  return Planned(random).PlanAndCopy(random, "greedy", options);
+  const Planned planned(random);
+  return planned.PlanAndCopy(random, "greedy", AttributesOf(RandomGreedy(random, planned.placement())));
 }
 
 Call PlanFeplbAndCopy(Random& random) {
-  Attributes options;
-  AddFeplbOptions(random, &options);
-  return Planned(random).PlanAndCopy(random, "feplb", options);
+  const Planned planned(random);
+  return planned.PlanAndCopy(random, "feplb", AttributesOf(RandomFeplb(random, planned.placement())));
 }
 
 }  // namespace

@@ -6,6 +6,12 @@
 #include <string>
 #include <vector>
 
+#include "ffi/planning/eplb_plus.h"
+#include "ffi/planning/exact_domains.h"
+#include "ffi/planning/fastermoe.h"
+#include "ffi/planning/relay.h"
+#include "ffi/planning/spray.h"
+#include "ffi/planning/ultraep.h"
 #include "ffi/testing/plan_verifiers.h"
 #include "ffi/testing/random_placement.h"
 #include "ffi/testing/valid_calls.h"
@@ -20,8 +26,7 @@ const Array kStatus = Result(kS32, {1});
 Call EplbPlus(Random& random) {
   const Placement placement(random);
   const Array tokens = IntsBetween(random, {placement.experts}, 0, 100);
-  Call call;
-  call.attributes["domain"] = Int(placement.domain);
+  Call call = {AttributesOf(EplbPlusOptions{placement.domain}), {}, {}};
   call.devices.push_back(
       {{tokens, placement.array},
        {Result(kS32, {placement.ranks, placement.slots}), Result(kS32, {placement.experts, placement.ranks}), kStatus},
@@ -29,29 +34,20 @@ Call EplbPlus(Random& random) {
   return call;
 }
 
-Call Greedy(Random& random) {
+// Calls of a planner that edits a plan with the options of `make(random, placement)`.
+template <auto make>
+Call Edit(Random& random) {
   const Placement placement(random);
   const Array quota = IntsBetween(random, {placement.experts, placement.ranks}, 0, 50);
-  Call call;
-  call.attributes["domain"] = Int(placement.domain);
-  call.attributes["min_tokens"] = Int(random.Between(1, 10));
+  Call call = {AttributesOf(make(random, placement)), {}, {}};
   call.devices.push_back({{placement.array, quota},
                           {Result(kS32, {placement.ranks, placement.slots}), Result(kS32, quota.dims), kStatus},
                           {}});
   return call;
 }
 
-Call UltraEp(Random& random) {
-  const Placement placement(random);
-  const Array quota = IntsBetween(random, {placement.experts, placement.ranks}, 0, 50);
-  Call call;
-  call.attributes["domain"] = Int(placement.domain);
-  call.attributes["eps"] = Float(static_cast<float>(random.Below(101)) / 100);
-  call.attributes["min_tokens"] = Int(random.Between(1, 10));
-  call.devices.push_back({{placement.array, quota},
-                          {Result(kS32, {placement.ranks, placement.slots}), Result(kS32, quota.dims), kStatus},
-                          {}});
-  return call;
+UltraEpOptions RandomUltraEp(Random& random, const Placement& placement) {
+  return {placement.domain, static_cast<float>(random.Below(101)) / 100, random.Between(1, 10)};
 }
 
 // No expert twice on a rank.
@@ -66,11 +62,8 @@ Call Relay(Random& random) {
       if (std::find(slots, slots + slot, value) == slots + slot) slots[slot] = value;
     }
   }
-  Call call;
-  call.attributes["num_home"] = Int(placement.home);
-  call.attributes["min_replicas"] = Int(random.Between(2, 5));
-  call.attributes["max_relays"] = Int(random.Between(1, 9));
-  call.attributes["min_gain"] = Int(random.Between(1, 3));
+  const RelayOptions options = {placement.home, random.Between(2, 5), random.Between(1, 9), random.Between(1, 3)};
+  Call call = {AttributesOf(options), {}, {}};
   const std::vector<int64_t> shape = {placement.ranks, placement.slots};
   call.devices.push_back({{Ints(shape, values)}, {Result(kS32, shape), kStatus}, {}});
   return call;
@@ -78,22 +71,13 @@ Call Relay(Random& random) {
 
 Call Exact(Random& random) {
   const Placement placement(random);
-  Call call;
-  call.attributes["domain"] = Int(placement.domain);
-  call.attributes["eps"] = Double(static_cast<double>(random.Below(20)) / 100);
-  call.attributes["max_fan_out"] = Int(random.Chance(50) ? random.Below(4) : INT64_MAX);
-  call.attributes["localize"] = Bool(random.Chance(50));
+  const ExactDomainsOptions options = {placement.domain, static_cast<double>(random.Below(20)) / 100,
+                                       random.Chance(50) ? random.Below(4) : INT64_MAX, random.Chance(50)};
+  Call call = {AttributesOf(options), {}, {}};
   call.devices.push_back(
       {{IntsBetween(random, {placement.ranks, placement.experts}, 0, 50)},
        {Result(kS32, {placement.ranks, placement.slots}), Result(kS32, {placement.experts, placement.ranks}), kStatus},
        {}});
-  return call;
-}
-
-Call Feplb(Random& random) {
-  Call call = Greedy(random);
-  call.attributes.erase("min_tokens");
-  AddFeplbOptions(random, &call.attributes);
   return call;
 }
 
@@ -111,9 +95,7 @@ Call FasterMoe(Random& random) {
       at_home += tokens;
     }
   }
-  Call call;
-  call.attributes["domain"] = Int(placement.domain);
-  call.attributes["min_saved"] = Int(random.Between(1, 10));
+  Call call = {AttributesOf(FasterMoeOptions{placement.domain, random.Between(1, 10)}), {}, {}};
   call.devices.push_back(
       {{placement.array, Ints({placement.experts, placement.ranks}, quota), counts},
        {Result(kS32, {placement.ranks, placement.slots}), Result(kS32, {placement.experts, placement.ranks}), kStatus},
@@ -129,9 +111,7 @@ Call Spray(Random& random) {
   for (int32_t& tick : ticks) tick = static_cast<int32_t>(random.Below(4));
   // A call with only dead rails fails, so one is alive.
   ticks[0] = 1;
-  Call call;
-  call.attributes["ranks_per_node"] = Int(ranks_per_node);
-  call.attributes["chunks"] = Int(random.Between(1, 8));
+  Call call = {AttributesOf(SprayOptions{ranks_per_node, random.Between(1, 8)}), {}, {}};
   call.devices.push_back({{IntsBetween(random, {ranks, ranks}, 0, 100), Ints({rails}, ticks)},
                           {Result(kS32, {ranks, ranks * rails}), kStatus},
                           {}});
@@ -142,15 +122,15 @@ Call Spray(Random& random) {
 
 std::map<std::string, ValidCalls> ValidPlannerCalls() {
   return {
-      {"moe_lb_plan_greedy", {Greedy, false, VerifyEdit}},
+      {"moe_lb_plan_greedy", {Edit<RandomGreedy>, false, VerifyEdit}},
       {"moe_lb_plan_eplb_plus", {EplbPlus, false, VerifyFill}},
-      {"moe_lb_plan_feplb", {Feplb, false, VerifyEdit}},
+      {"moe_lb_plan_feplb", {Edit<RandomFeplb>, false, VerifyEdit}},
       {"moe_lb_plan_fastermoe", {FasterMoe, false, VerifyEdit}},
-      {"moe_lb_plan_ultraep", {UltraEp, false, VerifyEdit}},
+      {"moe_lb_plan_ultraep", {Edit<RandomUltraEp>, false, VerifyEdit}},
       {"moe_lb_plan_relay", {Relay, false, VerifyRelay}},
       {"moe_lb_plan_exact", {Exact, false, VerifyExact}},
       {"moe_lb_plan_exact_kernel", {Exact, false, VerifyExact}},
-      {"moe_lb_plan_ultraep_kernel", {UltraEp, false, VerifyEdit}},
+      {"moe_lb_plan_ultraep_kernel", {Edit<RandomUltraEp>, false, VerifyEdit}},
       {"moe_lb_plan_relay_kernel", {Relay, false, VerifyRelay}},
       {"moe_lb_plan_spray", {Spray, false, VerifySpray}},
   };

@@ -34,36 +34,20 @@ inline auto BindPost() {
 // Type of PlannerCall::plan.
 using PlanFunction = std::function<Status(const Operands&, const Results&)>;
 
-// Reads an option; fails if it is missing or has another type.
-template <typename T>
-Status ReadOption(const xf::Dictionary& options, const char* name, T* value) {
-  const auto found = options.get<T>(name);
-  if (!found.has_value()) return Refuse("options of the planner have no ", name, " of the expected type");
-  *value = *found;
+// Reads the options of a planner of a plan, and returns it.
+template <typename Options, typename Planner>
+Status Read(const xf::Dictionary& attributes, Planner planner, PlanFunction* plan) {
+  Options options;
+  if (Status bad = ReadOptions(attributes, &options)) return Refuse("options of the planner: ", *bad);
+  *plan = [=](const Operands& in, const Results& out) { return planner(in[0], in[1], options, out[0], out[1]); };
   return Ok();
 }
 
 // Returns the planner of `plan_<name>_and_copy` with these attributes, from placement and quota.
 inline Status PlannerNamed(std::string_view name, const xf::Dictionary& options, PlanFunction* plan) {
-  int64_t domain = 0;
-  if (Status bad = ReadOption(options, "domain", &domain)) return bad;
-  if (name == "greedy") {
-    int64_t min_tokens = 0;
-    if (Status bad = ReadOption(options, "min_tokens", &min_tokens)) return bad;
-    *plan = [=](const Operands& in, const Results& out) {
-      return Greedy(in[0], in[1], domain, min_tokens, out[0], out[1]);
-    };
-    return Ok();
-  }
-  if (name != "feplb") return Refuse("planner is ", name, "; expected greedy or feplb");
-  FeplbOptions given = {};
-  given.domain = domain;
-  if (Status bad = ReadOption(options, "num_dynamic", &given.num_dynamic)) return bad;
-  if (Status bad = ReadOption(options, "max_num_dyn", &given.max_num_dyn)) return bad;
-  if (Status bad = ReadOption(options, "tau", &given.tau)) return bad;
-  if (Status bad = ReadOption(options, "skip", &given.skip)) return bad;
-  *plan = [=](const Operands& in, const Results& out) { return Feplb(in[0], in[1], given, out[0], out[1]); };
-  return Ok();
+  if (name == "greedy") return Read<GreedyOptions>(options, Greedy, plan);
+  if (name == "feplb") return Read<FeplbOptions>(options, Feplb, plan);
+  return Refuse("planner is ", name, "; expected greedy or feplb");
 }
 
 inline Status CheckPlanSize(int64_t plan_size) {

@@ -125,8 +125,8 @@ XLA_FFI_DEFINE_HANDLER(kPost, PostHandler,
                            .Ret<PeerIntegers>()  // ticket [2]
                            .RemainingRets());    // slots [P, ...] of each kind, not written yet; passed arrays
 
-XLA_FFI_DEFINE_HANDLER(kGreedy, PlanAndCopy<GreedyCall>::Run, AndCopy(GreedyBinding()));
-XLA_FFI_DEFINE_HANDLER(kFeplb, PlanAndCopy<FeplbCall>::Run, AndCopy(FeplbBinding()));
+XLA_FFI_DEFINE_HANDLER(kGreedy, PlanAndCopy<GreedyCall>::Run, AndCopy(BindingOf(GreedyCall)));
+XLA_FFI_DEFINE_HANDLER(kFeplb, PlanAndCopy<FeplbCall>::Run, AndCopy(BindingOf(FeplbCall)));
 
 }  // namespace
 }  // namespace peer_cpu

@@ -295,8 +295,8 @@ XLA_FFI_DEFINE_HANDLER(kPost, PostHandler,
                            .Ret<PeerIntegers>()  // ticket [2]
                            .RemainingRets());    // slots [P, ...] of each kind, not written yet; passed arrays
 
-XLA_FFI_DEFINE_HANDLER(kGreedy, PlanAndCopy<GreedyCall>::Run, OnStream(AndCopy(GreedyBinding())));
-XLA_FFI_DEFINE_HANDLER(kFeplb, PlanAndCopy<FeplbCall>::Run, OnStream(AndCopy(FeplbBinding())));
+XLA_FFI_DEFINE_HANDLER(kGreedy, PlanAndCopy<GreedyCall>::Run, OnStream(AndCopy(BindingOf(GreedyCall))));
+XLA_FFI_DEFINE_HANDLER(kFeplb, PlanAndCopy<FeplbCall>::Run, OnStream(AndCopy(BindingOf(FeplbCall))));
 
 }  // namespace
 }  // namespace peer_cuda

@@ -79,7 +79,7 @@ def _axes_of_groups(groups: Groups, axes: Mapping[str, int]) -> tuple[str, ...] 
 
 
 def _axes_of_pairs(pairs: list[tuple[int, ...]], axes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the axes along which a sender differs from its receiver."""
+    """Return the axes along which a sender differs from the receiver."""
     places = [np.array(np.unravel_index(pair, tuple(axes.values()))) for pair in pairs]
     moved = {axis for place in places for axis in np.flatnonzero(place[:, 0] != place[:, 1])}
     return tuple(name for axis, name in enumerate(axes) if axis in moved)
@@ -190,7 +190,7 @@ def _merged(
 
 
 def kind_of(instruction: Instruction) -> str:
-    """Return XLA's name of an operation without the mark of its start."""
+    """Return XLA's name of an operation without the mark of a start."""
     return instruction.opcode.removesuffix("-start")
 
 

@@ -19,7 +19,7 @@ IN_GRAPHS = (
     "WHILE",
     "COLLECTIVES",
 )
-"""Operations in command buffers. A loop needs all of its operations in this list, so it includes XLA's defaults."""
+"""Operations in command buffers. A loop needs all of the operations in this list, so it includes XLA's defaults."""
 
 
 COMMAND_BUFFER = "xla_gpu_enable_command_buffer"

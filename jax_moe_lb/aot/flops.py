@@ -84,7 +84,7 @@ def _attention(instruction: Instruction, head_width: int) -> int:
 
 
 def _grouped_kernel(shapes: tuple[ArrayShape, ...] | list[ArrayShape]) -> int:
-    """Count a grouped product from all of its arrays: rows `[A, m]` and `[A, n]` and weights `[S, m, n]`."""
+    """Count a grouped product from all of the arrays: rows `[A, m]` and `[A, n]` and weights `[S, m, n]`."""
     # The result may be any of them, depending on whether this is the forward pass or a gradient; the work is the same.
     weights = max((shape for shape in shapes if len(shape.dims) == 3), key=lambda one: one.nbytes, default=None)
     flat = [shape.dims for shape in shapes if len(shape.dims) == 2]

@@ -23,7 +23,7 @@ BITS = {
     "c64": 64,
     "c128": 128,
 }
-"""Bits per element. Types such as `f8e4m3fn` have them in their name; tokens and opaque values have none."""
+"""Bits per element. Types such as `f8e4m3fn` have them in the name; tokens and opaque values have none."""
 
 ARRAY = re.compile(r"\b(pred|bf16|[suc]\d+|f\d+\w*)\[([\d,<=]*)\](\{[^}]*\})?")
 MEMORY_SPACE = re.compile(r"S\((\d+)\)")
@@ -233,7 +233,7 @@ class Computation:
 
     @property
     def parameters(self) -> list[Instruction]:
-        """Parameters in the order of their numbers."""
+        """Parameters by number."""
         found = [instruction for instruction in self if instruction.opcode == "parameter"]
         return sorted(found, key=lambda parameter: int(parameter.arguments))
 

@@ -24,7 +24,7 @@ from jax_moe_lb.layer.systems import System
 from jax_moe_lb.recordings.counts_files import read_counts
 
 DEFAULT_LOAD = "zipf:1.0"
-"""Load of a timeline by default: the popularity of an expert falls with its place, at random homes."""
+"""Load of a timeline by default: the popularity of an expert falls with the place, at random homes."""
 
 EXPECTED_LOAD = "uniform, zipf:EXPONENT such as zipf:1.0, or a file of counts, .npy or .npz"
 

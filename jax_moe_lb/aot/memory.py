@@ -147,11 +147,11 @@ FREE_TARGETS = ("AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast",
 await copies; most of the operands only enforce order."""
 
 PASSES_ON = {"bitcast", "convert", "copy", "reshape", "transpose"}
-"""Operations inside a fusion that pass on their operand element by element."""
+"""Operations inside a fusion that pass on the operand element by element."""
 
 PICKS = {"gather", "dynamic-slice", "slice"}
 UPDATES = {"scatter": 2, "dynamic-update-slice": 1}
-"""Operations that change a part of their first operand in place, and the number of the operand with the new values."""
+"""Operations that change a part of the first operand in place, and the number of the operand with the new values."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +192,7 @@ class MemoryTraffic:
         return sum(map(self._held, operands)) + self._held(instruction)
 
     def _transfer(self, computation: Computation, end: Instruction) -> int:
-        """Count an asynchronous operation at its end, which has the shape of the result."""
+        """Count an asynchronous operation at the end, which has the shape of the result."""
         start = computation.operands(end)[0]
         while start.opcode.endswith("-update"):
             start = computation.operands(start)[0]

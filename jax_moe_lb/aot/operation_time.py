@@ -28,7 +28,7 @@ LEAST_FILLED = 0.5
 """Least share of the multiprocessors that a product fills: libraries split the sums of small products."""
 
 RECORDED: dict[str, RecordedKernel] = {"mosaic": "Mosaic", "triton": "Triton", "hopper": "Hopper"}
-"""Kernels with recorded rates, by their names in `ProductForm`."""
+"""Kernels with recorded rates, by the names in `ProductForm`."""
 
 SKIPS_EMPTY = ("triton", "hopper")
 """Kernels without results of empty slots."""
@@ -137,7 +137,7 @@ class OperationTime:
         return rates.experts if isinstance(rates, GpuRates) and form.kernel == "triton" else {}
 
     def _share(self, one: ScheduledOperation, form: ProductForm, i: int) -> float:
-        """Return the share of a kernel's rate at the rows of its groups."""
+        """Return the share of a kernel's rate at the rows of the groups."""
         curve = self._by_rows(form)
         if not curve:
             return 1.0
@@ -251,7 +251,7 @@ class OperationTime:
 
 
 def _chunks(load: LayerLoad, shape: ExchangeShape, is_back: bool) -> int:
-    """Return the number of exchanges of a round, by the rows of their buffers; 1 for exchanges of another form."""
+    """Return the number of exchanges of a round, by the rows of the buffers; 1 for exchanges of another form."""
     copies, buffer = (shape.result_bytes, shape.nbytes) if is_back else (shape.nbytes, shape.result_bytes)
     chunks, rest = divmod(load.capacity * copies, load.copies * max(buffer, 1))
     return 1 if rest else max(1, chunks)

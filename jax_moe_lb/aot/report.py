@@ -42,7 +42,7 @@ class Operation:
 
     @classmethod
     def of(cls, module: Module, cost: OperationCost) -> "Operation":
-        """Create the entry of an operation from its cost in bytes."""
+        """Create the entry of an operation from the cost in bytes."""
         one = cost.instruction
         shape = str(one.shapes[0]) if one.shapes else ""
         return cls(one.name, cost.total, cost.times, shape, module.op_name(one), module.source(one))

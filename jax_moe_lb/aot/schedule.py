@@ -29,10 +29,10 @@ SCOPES = (
     "experts",
     "combine",
 )
-"""Named scopes of a layer, which are the stages of its timeline."""
+"""Named scopes of a layer, which are the stages of the timeline."""
 
 WAVES = ("rows_onward", "rows_back", "home_wave", "moved_wave")
-"""Named scopes of the second phase of `TwoPhase`, and of the parts of its products."""
+"""Named scopes of the second phase of `TwoPhase`, and of the parts of the products."""
 
 BACKWARD, OTHER = "backward/", "other"
 """Prefix of stages of the backward pass, and the stage of operations outside of all scopes."""
@@ -116,13 +116,13 @@ def scheduled(
     path_of: PathOf,
     launches: Launches = Launches(),
 ) -> tuple[ScheduledOperation, ...]:
-    """Return the operations of a program in the order of its schedule."""
+    """Return the operations of a program in the order of the schedule."""
     reader = _Reader(module, traffic, axes, path_of, launches)
     return tuple(reader.read(module.computations[module.entry]))
 
 
 def stage_of(op_name: str) -> str:
-    """Return the stage of an operation from its name in the traced program."""
+    """Return the stage of an operation from the name in the traced program."""
     words = re.findall(r"\w+", op_name)
     scope = next((word for word in reversed(words) if word in SCOPES), OTHER)
     is_backward = "backward" in words or "transpose(" in op_name
@@ -321,7 +321,7 @@ def _copied(computation: Computation, one: Instruction) -> ExchangeShape:
 
 
 def _copied_rows(computation: Computation, one: Instruction) -> int:
-    """Return the rows that a kernel copies by index: the entries of its longest list."""
+    """Return the rows that a kernel copies by index: the entries of the longest list."""
     if not one.name.startswith(ROW_KERNELS):
         return 0
     lists = (shape for operand in computation.operands(one) for shape in operand.shapes if shape.dtype == "s32")

@@ -52,11 +52,11 @@ class LayerSizes:
 
     @property
     def by_letter(self) -> dict[str, int]:
-        """Sizes by their letters."""
+        """Sizes by letter."""
         return {letter: getattr(self, name) for letter, name in LETTERS.items()}
 
     @property
     def ideal_flops(self) -> int:
-        """Floating-point operations of a rank in a forward pass: of its token copies and of the router."""
+        """Floating-point operations of a rank in a forward pass: of the token copies and of the router."""
         copies = 3 * self.per_token * self.inner
         return 2 * self.tokens * self.hidden * (copies + self.experts)

@@ -72,7 +72,7 @@ GPUS = {
     "b200": Gpu("NVIDIA B200", 10, 148, 1.965, 182642 * MIB, 126 * MIB, 228 * KIB, 7.67e12, 2250e12),
     "gb200": Gpu("NVIDIA GB200", 10, 152, 2.062, 188730 * MIB, 126 * MIB, 228 * KIB, 7.93e12, 2500e12),
 }
-"""GPUs by their names in targets. `memory_bytes` is the memory that the driver leaves to programs."""
+"""GPUs by name in targets. `memory_bytes` is the memory that the driver leaves to programs."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,12 @@ TPUS = {
     # Half a chip, which is one device of JAX.
     "tpu7x": Tpu(96 * 1024 * MIB, 3.69e12, 1153e12, ("TPU7x", "TPU v7x"), per_chip=2),
 }
-"""TPUs by their names in targets. Other TPUs can be targets, too, without these properties."""
+"""TPUs by name in targets. Other TPUs can be targets, too, without these properties."""
 
 KINDS = {gpu.description: name for name, gpu in GPUS.items()} | {
     description: name for name, tpu in TPUS.items() for description in tpu.descriptions
 }
-"""Names of devices in targets by their `device_kind` in JAX."""
+"""Names of devices in targets, by `device_kind` in JAX."""
 
 TEXT = re.compile(r"(\w+):(\d{1,4}(?:x\d{1,4}){1,2})", re.ASCII)
 TPU_KIND = re.compile(r"(v|tpu)\d+\w*", re.ASCII)
@@ -208,7 +208,7 @@ class Target:
 
     @property
     def device(self) -> Gpu | Tpu | None:
-        """Description of one of its devices; None if only the compiler knows its properties."""
+        """Description of one of the devices; None if only the compiler knows its properties."""
         return GPUS.get(self.kind) if self.platform == "cuda" else TPUS.get(self.kind)
 
     @property

@@ -132,7 +132,7 @@ def print_difference(timeline: Timeline, other: Mapping[str, Any], console: Cons
 
 
 def _largest(mine: Mapping[str, float], others: Mapping[str, float]) -> list[str]:
-    """Return the names by the size of their difference."""
+    """Return the names by the size of the difference."""
     names = dict.fromkeys((*mine, *others))
     return sorted(names, key=lambda name: -abs(mine.get(name, 0.0) - others.get(name, 0.0)))
 

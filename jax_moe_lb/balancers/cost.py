@@ -299,7 +299,7 @@ def _scale(cost: Cost, topology: Topology, domain: int, most: int) -> TimeScale:
 
 
 def _trees(domain: int, min_replicas: int, max_relays: int, min_gain: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the copies sent by the home of an expert and by each of its relays, by its number of replicas."""
+    """Return the copies sent by the home of an expert and by each of the relays, by the number of replicas."""
     from_home, from_relay = np.arange(domain + 1, dtype=np.int32), np.zeros(domain + 1, np.int32)
     for number in range(min_replicas, domain + 1):
         relays = max(min(math.isqrt(number), max_relays, number - 1), 1)

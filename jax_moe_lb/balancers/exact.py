@@ -77,7 +77,7 @@ class Exact(Balancer):
         check_exact(self.eps, self.max_fan_out)
 
     def sized(self, facts: LayerCost) -> "Exact":
-        """Return the balancer with unset sizes of its `cost` derived from the layer."""
+        """Return the balancer with unset sizes of `cost` derived from the layer."""
         return self if self.cost is None else replace(self, cost=self.cost.sized(facts))
 
     def bound(self, topology: Topology, num_home: int, slots: int) -> float:

@@ -58,7 +58,7 @@ from jax_moe_lb.sim.uniform import experts_of, sample_of
 from jax_moe_lb.transport.rule import dispatch_by_rule
 
 SHOWN = 3
-"""Number of choices printed with their flags."""
+"""Number of choices printed with the flags."""
 
 NOTHING_FITS = 1
 """Exit code if no choice fits into memory."""
@@ -115,7 +115,7 @@ def _dispatch_class(one: SearchResult, judge: Evaluator) -> str:
 
 
 def code_of(one: SearchResult, judge: Evaluator) -> str:
-    """Return the program of a choice, from its imports to a call of the layer."""
+    """Return the program of a choice, from the imports to a call of the layer."""
     gather_again = judge.candidate(one.choice).migration.gather_again
     return program(one.choice, judge.model, judge.cluster, gather_again, _dispatch_class(one, judge))
 

@@ -179,7 +179,7 @@ def implementations(backend: str) -> list[Implementation]:
 
 
 def balancer_implementations(backend: str) -> list[Implementation]:
-    """Return the implementation of each balancer of `balancer_names()` on `backend`, from its lowered program."""
+    """Return the implementation of each balancer of `balancer_names()` on `backend`, from the lowered program."""
     return [_of_balancer(name, backend) for name in balancer_names()]
 
 

@@ -20,7 +20,7 @@ from jax_moe_lb.core.device_rates import GpuRates, device_rates
 from jax_moe_lb.core.topology import Topology
 
 HBM_BYTES_PER_S = 3.35e12
-"""Memory bandwidth of an H100, from its data sheet; later GPUs have more."""
+"""Memory bandwidth of an H100, from the data sheet; later GPUs have more."""
 
 FIRST_DEVICE_KERNEL = (0, 12)
 """First version of jaxlib with the device kernel."""

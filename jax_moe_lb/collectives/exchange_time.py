@@ -108,7 +108,7 @@ def _plus(fixed: float, estimate: Estimate) -> Estimate:
 
 
 def _links(between: PeerBytes, on: Machine, share: float) -> Estimate:
-    """Return the time of the busiest rank's link, or of its network interface if ranks are in several domains."""
+    """Return the time of the busiest rank's link, or of the network interface if ranks are in several domains."""
     assert isinstance(on.rates, GpuRates)
     domain = np.arange(len(between)) // on.ranks_per_domain
     is_inside = domain[:, None] == domain[None]

@@ -121,7 +121,7 @@ def zero_sums(like: Kinds, num_experts: int) -> Kinds:
 
 
 def rounded(sums: Kinds, like: Kinds) -> Kinds:
-    """Return sums in the dtypes of their addends."""
+    """Return sums in the dtypes of the addends."""
     return tuple(total.astype(kind.dtype) for total, kind in zip(sums, like, strict=True))
 
 

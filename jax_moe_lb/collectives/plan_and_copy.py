@@ -1,7 +1,7 @@
 """Planning for the exact load and weight copies by this plan, concurrent with independent work.
 
     # As soon as the load is known:
-    x, posted = post(placement, quota, home, x, planner=greedy_planner(domain, min_tokens), route=route)
+    x, posted = post(placement, quota, home, x, planner=greedy_planner(...), route=route)
     y = exchange(x)
     y, plan, pending = plan_and_copy(posted, y)
     ...                                          # work that needs the plan but not the copies

@@ -31,7 +31,7 @@ ClassT = TypeVar("ClassT", bound=type)
 
 
 def checked_fields(cls: ClassT) -> ClassT:
-    """Check the fields of a dataclass by their annotations at construction; apply it below `@dataclass`."""
+    """Check the fields of a dataclass by the annotations at construction; apply it below `@dataclass`."""
     # Numbers are finite and integers fit int64. Arrays and annotations unknown at run time are not checked.
     own = getattr(cls, "__post_init__", None)
 

@@ -45,7 +45,7 @@ def why_unusable(module: str) -> str | None:
 
 
 def why_refused(built: tuple[int, int]) -> str | None:
-    """Return the reason why jaxlib refuses custom calls built for a version of its interface, or `None`."""
+    """Return the reason why jaxlib refuses custom calls built for a version of the interface, or `None`."""
     # XLA accepts handlers of its own version and older ones.
     accepted = newest_api_version()
     if built <= accepted:

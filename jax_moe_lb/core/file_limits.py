@@ -143,7 +143,7 @@ def parse_json(text: bytes, limits: FileLimits, hook: Callable[[list[tuple[str, 
 
 
 def open_archive(file: BinaryFile, limits: FileLimits) -> zipfile.ZipFile:
-    """Open a zip archive after checking the size of its directory, because zipfile reads it whole."""
+    """Open a zip archive after checking the size of the directory, because zipfile reads it whole."""
     size = file.seek(0, os.SEEK_END)
     start = max(size - 2**16 - 22 - 76, 0)
     file.seek(start)

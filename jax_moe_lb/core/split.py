@@ -369,7 +369,7 @@ def _down_to_all(position: Position, levels: list[tuple[AnyArray, AnyArray]]) ->
 
 
 def _levels(demand: Line) -> list[tuple[AnyArray, AnyArray]]:
-    """Return, for each level from the root, the demand of each node and of its left half."""
+    """Return, for each level from the root, the demand of each node and of the left half."""
     # Padding ranks have no demand: padding to a power of two makes the tree equal for every number of ranks.
     depth = (demand.shape[1] - 1).bit_length()
     nodes = namespace(demand).pad(demand, ((0, 0), (0, 2**depth - demand.shape[1])))

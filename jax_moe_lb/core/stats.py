@@ -25,7 +25,7 @@ NO_FAULT, ROUTING, HOMES, PLAN, ROUNDS = range(5)
 
 @runtime_checkable
 class HostErrors(Protocol):
-    """Planner called on the host by a program, which keeps the error of its last failure."""
+    """Planner called on the host by a program, which keeps the error of the last failure."""
 
     def raise_error_of(self, plan: Plan) -> None:
         """Raise the error behind a plan, with the planner's own error as its cause; return if there is none."""

@@ -86,7 +86,7 @@ def namespace(array: Any) -> Any:
 
 
 def add_to_first(total: Array, part: Array) -> Array:
-    """Return `total` with `part` added to its first rows in the wider dtype, and rounded to the dtype of `total`."""
+    """Return `total` with `part` added to the first rows in the wider dtype, and rounded to the dtype of `total`."""
     # A write to a slice of all rows has empty indices: the compiler of JAX 0.11.2 crashes on such a constant in
     # `shard_map`.
     if total.shape == part.shape:

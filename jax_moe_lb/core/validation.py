@@ -256,7 +256,7 @@ def _rules(
 
 
 def _sums_to(quota: AnyArray, routed: AnyArray) -> AnyArray:
-    """Return whether the nonnegative quotas of each expert sum to its routed tokens."""
+    """Return whether the nonnegative quotas of each expert sum to the routed tokens."""
     # Sum 16-bit halves: 32-bit sums of invalid quotas could wrap around to the expected number.
     high, low = (part.sum(-1, dtype=routed.dtype) for part in (quota >> 16, quota & 0xFFFF))
     return (high + (low >> 16) == routed >> 16) & (low & 0xFFFF == routed & 0xFFFF)

@@ -123,7 +123,7 @@ def _adapter(cls: type) -> Adapter | None:
 
 
 def _holds_experts(block: nnx.Module) -> bool:
-    """Return True if a module is, by name and the shapes of its variables, an MoE block."""
+    """Return True if a module is, by name and the shapes of the variables, an MoE block."""
     if type(block).__module__.startswith("jax_moe_lb.") or not _BLOCK_NAME.search(type(block).__name__):
         return False
     own = (value for value in vars(block).values() if isinstance(value, nnx.Variable))

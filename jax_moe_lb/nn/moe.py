@@ -315,7 +315,7 @@ class MoE(nnx.Module):
             fuse_gate_up=fuse,
         )
 
-    def tell_domains(self) -> None:
+    def reset_codec(self) -> None:
         """Send the uncompressed experts to all ranks of the expert domain, to reset the codec state.
 
         A new layer starts in this state. Call it after loading other weights or moving experts. Without it, later calls

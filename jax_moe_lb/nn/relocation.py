@@ -140,7 +140,7 @@ def expert_bytes(params: PyTree, opt_state: PyTree) -> int:
 
 
 def _layers(tree: PyTree) -> Iterator[Path]:
-    """Yield the paths of the `MoE` layers in a tree, in its order."""
+    """Yield the paths of the `MoE` layers in a tree, in order."""
     shapes = _shapes(tree)
     for path, shape in shapes.items():
         layer, up, down = path[:-1], shapes.get((*path[:-1], "up")), shapes.get((*path[:-1], "down"))
@@ -260,4 +260,4 @@ def restore_mesh_independent_state(model: Nodes, state: nnx.State) -> None:
         warnings.warn("balancers that remember loads begin without any", stacklevel=2)
     for layer in layers:
         # The codec state belongs to the previous weights.
-        layer.tell_domains()
+        layer.reset_codec()

@@ -62,7 +62,7 @@ def way_near(way: SearchOrder, limit: Int[Array, ""], seed: Int[Array, ""], numb
 
 
 def _noise(size: int, seed: Int[Array, ""], number: Int[Array, ""]) -> Float[Array, "..."]:
-    """Return `size` pseudorandom numbers in [-1, 1): a hash of their indices, the seed and the number."""
+    """Return `size` pseudorandom numbers in [-1, 1): a hash of the indices, the seed and the number."""
     # It does not use `jax.random`, whose values depend on JAX's configuration.
     bits = (number * size + iota(size)).astype(jnp.uint32) * np.uint32(0x9E3779B9)
     bits = bits + seed.astype(jnp.uint32) * np.uint32(0x85EBCA6B)

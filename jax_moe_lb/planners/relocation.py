@@ -224,7 +224,7 @@ def _lpt(loads: Float[np.ndarray, "..."], num_bins: int) -> Bins:
 
 
 def _swapped(features: Features, bins: Bins, num_bins: int) -> Bins:
-    """Swap each expert with its best partner while this lowers the sum of squares over bins."""
+    """Swap each expert with the best partner while this lowers the sum of squares over bins."""
     bins, layer = bins.copy(), np.arange(len(bins))
     sums = np.stack([(features * (bins == b)[:, None]).sum(2) for b in range(num_bins)], 2)
     for _ in range(MAX_PASSES):

@@ -432,7 +432,7 @@ def mask_tokens(routing: Routing, mask: TokenMask) -> Routing:
 
 
 def scale_inputs(x: Tokens, routing: Routing) -> tuple[Tokens, Routing]:
-    """Multiply tokens by their routing weight, and set it to 1; `moe` calls it for routers with `scale_inputs`."""
+    """Multiply tokens by the routing weight, and set it to 1; `moe` calls it for routers with `scale_inputs`."""
     # Returns the tokens and the routing. Weights of padding and of faults stay.
     per_tok = routing.weights.shape[1]
     if per_tok != 1:

@@ -131,7 +131,7 @@ class AnalyticGemm:
 
     @property
     def slot_rows(self) -> float:
-        """Time of a slot beyond its rows, in rows at the peak rate."""
+        """Time of a slot beyond the rows, in rows at the peak rate."""
         return self.half_rows
 
     def seconds(self, rows: RowsPerSlot, row_flops: float, launches: int = 1) -> Seconds:

@@ -325,7 +325,7 @@ def _read(argument: str, source: str, sections: tuple[str, ...], limits: FileLim
 
 
 def _first(error: ValidationError) -> str:
-    """Describe the first validation error in one line with the path of its key."""
+    """Describe the first validation error in one line with the path of the key."""
     found = error.errors()[0]
     parts = [f"[{part}]" if isinstance(part, int) else f".{part[:MOST_NAME]}" for part in found["loc"]]
     path = "".join(parts).lstrip(".")

@@ -33,7 +33,7 @@ class Transfer:
 
 
 def fair_parts(transfers: Sequence[Transfer]) -> list[float]:
-    """Compute the share of its full speed for each transfer, under max-min fairness."""
+    """Compute the share of the full speed for each transfer, under max-min fairness."""
     # All shares rise together; a transfer's share stops when one of its levels is full.
     # Demand of each transfer at full speed per level; 0 for transfers without bytes.
     needs = [[level / max(one.busy_s, TINY) for level in one.level_s] for one in transfers]
@@ -98,7 +98,7 @@ class Task:
 
 @dataclass
 class Timeline:
-    """Tasks of a step, in the order of their streams."""
+    """Tasks of a step, in the order of the streams."""
 
     num_ranks: int  # length of the tasks' arrays: `R`, or 1 if all ranks behave the same
     tasks: list[Task] = field(default_factory=list)  # tasks so far
@@ -119,7 +119,7 @@ class Timeline:
         transfer: Transfer | None = None,
         rank_bytes: float = 0.0,
     ) -> Task:
-        """Append a task to its streams."""
+        """Append a task to the streams."""
         used = streams if transfer is not None else streams + links
         # A stream runs its tasks in sequence, in the order of these calls.
         before = (*after, *(self._last[stream] for stream in used if stream in self._last))
@@ -138,7 +138,7 @@ class Timeline:
 
     @property
     def end_s(self) -> float:
-        """Seconds from the start of the step to the end of its last task."""
+        """Seconds from the start of the step to the end of the last task."""
         return max((float(task.end.max()) for task in self.tasks), default=0.0)
 
     def critical_path(self) -> list[tuple[Task, int]]:

@@ -111,7 +111,7 @@ def all_to_all(rank_bytes: float, sizes: tuple[int, ...], cluster: Cluster) -> F
 
 
 def seconds(flow: Flow, cluster: Cluster, *, messages: int = 1, copy_engine: bool = False) -> float:
-    """Compute the seconds of a stage: the time of the busiest link plus the latency of its hops, a lower bound."""
+    """Compute the seconds of a stage: the time of the busiest link plus the latency of the hops, a lower bound."""
     return busy_s(flow, cluster, copy_engine=copy_engine) + messages * latency_s(flow, cluster)
 
 
@@ -230,7 +230,7 @@ def _ring_hops(sizes: MessageSizes) -> tuple[int, ...]:
 
 
 def _double_tree(num_bytes: float, sizes: MessageSizes, cluster: Cluster) -> Flow:
-    """Compute the flow of two trees with half of the bytes each; all ranks but the root exchange with their parent."""
+    """Compute the flow of two trees with half of the bytes each; all ranks but the root exchange with the parent."""
     ranks = math.prod(sizes)
     by_level = tuple(2 * num_bytes * edges / ranks for edges in _ring_hops(sizes))
     return replace(even_flow(by_level, cluster), hops=tuple(2 * _doublings(size) for size in sizes))

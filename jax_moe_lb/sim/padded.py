@@ -27,7 +27,7 @@ TurnRows = Int[np.ndarray, "N R S"]
 
 
 class PaddedHop(NamedTuple):
-    """Rows of an exchange with their padding, over all rounds."""
+    """Rows of an exchange with the padding, over all rounds."""
 
     out: RowsBetween  # from rank to rank on the way out
     back: RowsBetween  # from rank to rank on the way back
@@ -45,7 +45,7 @@ class PaddedHop(NamedTuple):
 
 
 def padded_rows(rows: RowsByRound, num_rows: int) -> tuple[RowsBetween, int]:
-    """Compute the rows sent from rank to rank with their padding, over all rounds of an exchange."""
+    """Compute the rows sent from rank to rank with the padding, over all rounds of an exchange."""
     num_ranks, number = rows.shape[1], 0
     step = -(-num_rows // num_ranks)
     padded = np.zeros((num_ranks, num_ranks), np.int64)

@@ -53,7 +53,7 @@ PLACES: dict[type[Balancer], Place] = {
 """Place where balancers of a class plan on GPUs; those of other classes are operations of the program."""
 
 WITH_KERNEL = (Exact, UltraEP)
-"""Balancers that NVIDIA GPUs run as one kernel; see `fits_kernel` of their planners."""
+"""Balancers that NVIDIA GPUs run as one kernel; see `fits_kernel` of the planners."""
 
 
 class PlannerTime(BaseModel):
@@ -120,7 +120,7 @@ def _members(balancer: Balancer) -> Sequence[Balancer]:
 
 
 def place_of(balancer: Balancer) -> Place:
-    """Return the place where a balancer plans on GPUs, of its nearest class in `PLACES`."""
+    """Return the place where a balancer plans on GPUs, of the nearest class in `PLACES`."""
     # A planner called on the host keeps its errors.
     if balancer.host_errors:
         return Place.PYTHON

@@ -182,7 +182,7 @@ def layer_facts(system: System, model: ModelShape, cluster: Cluster) -> LayerCos
 
 
 def _round_s(system: System, model: ModelShape, cluster: Cluster) -> float:
-    """Return the seconds of a further round in training, beyond its products; see `Scheduler`."""
+    """Return the seconds of a further round in training, beyond the products; see `Scheduler`."""
     if cluster.hbm_bytes_per_s is None:
         return cluster.round_s
     rows, copies = system.dispatch.cost().row_arrays(model.tokens, model.per_token, cluster.topology()), model.tokens
@@ -247,7 +247,7 @@ def _part(system: System, model: ModelShape, group: Group, found: HostPlan, wave
 def _with_padding(
     parts: list[_PartOfWave], waves: list[WaveRows], cost: TransportCost, num_copies: int
 ) -> list[_PartOfWave]:
-    """Return the waves of a group with their exchanges as padded permutes."""
+    """Return the waves of a group with the exchanges as padded permutes."""
     room = cost.buffers.rows(num_copies)
     if cost.passes_home:
         first, second = waves
@@ -417,7 +417,7 @@ def shared_work(
 
 
 def exchanged(tokens: Flow, inside: MessageSizes, cluster: Cluster, *, by_level: bool = False) -> Flow:
-    """Return the flow of an exchange between the ranks of a group, with its hops."""
+    """Return the flow of an exchange between the ranks of a group, with the hops."""
     if by_level:
         # Less than a byte is a rounding error of a difference of sums.
         used = [max(sent.max(), got.max()) >= 1 for sent, got in zip(tokens.sent, tokens.received, strict=True)]

@@ -387,7 +387,7 @@ def _reduce_scatter(leaf: Array, axes: tuple[str, ...]) -> Array:
 
 
 def _place_home(home: Array, others: Array, axes: tuple[str, ...]) -> Array:
-    """Replace this rank's decoded experts by its exact ones; gradients of all experts go to the homes."""
+    """Replace this rank's decoded experts by the exact ones; gradients of all experts go to the homes."""
 
     @jax.custom_vjp
     def place(home: Array, others: Array) -> Array:

@@ -59,7 +59,7 @@ differentiated_together.defjvp(_require_both, symbolic_zeros=True)
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def place_with_residual(experts: Experts, decoded: Experts, residual: Experts, codec: Codec, axes: Axes) -> Experts:
-    """Replace this rank's decoded experts by its exact ones; their gradients go home encoded."""
+    """Replace this rank's decoded experts by the exact ones; their gradients go home encoded."""
     del residual, codec
     return jax.tree.map(lambda home, others: placed_at_home(home, others, axes), experts, decoded)
 

@@ -286,7 +286,7 @@ class Step:
 
 
 def is_first(row: PerChoice, none: int) -> Bool[Array, "N K"]:
-    """Return whether each choice is the first of its entry with the same row."""
+    """Return whether each choice is the first of the entry with the same row."""
     again = [(row[:, :k] == row[:, k, None]).any(1) for k in range(row.shape[1])]
     return (row != none) & ~jnp.stack(again, 1)
 

@@ -295,7 +295,7 @@ def _gradients(
 def _received(
     one: _Round, upstream_and_sent: Sequence[tuple[Array, ...]], kept: Kept, decode: Callable[[Array], Array]
 ) -> tuple[Rows, Rows]:
-    """Return the copies of a backward round, and the gradients of their outputs."""
+    """Return the copies of a backward round, and the gradients of the outputs."""
     upstream, *sent = upstream_and_sent
     if kept.rows is not None:
         return one.copies(decode(kept.rows)), one.copies(one.send(upstream))

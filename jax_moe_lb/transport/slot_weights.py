@@ -206,7 +206,7 @@ def in_form_of(experts: Experts, sums: Experts) -> Experts:
 
 
 def dtype_of_sums(experts: Experts, exchange: DispatchOptions, *, is_first: bool) -> DType:
-    """Return the dtype of the expert gradients of a round, or of their sums with those of earlier rounds."""
+    """Return the dtype of the expert gradients of a round, or of the sums with those of earlier rounds."""
     # The gradients of a single round, and of the first one before a loop, have the dtype of the parameters: usually the
     # loop does not run, and its first step converts them. So have gradients that are added to sums after the products.
     if not is_first and _is_accelerator():

@@ -128,7 +128,7 @@ class TwoPhase(Direct):
             raise ValueError(f"transfer is {self.transfer}; expected None, as peer copies do not quantize rows")
 
     def sends_one_slice_per_rank(self, topology: Topology) -> bool:
-        """Return false: rows move on by their places in streams sorted by slot."""
+        """Return false: rows move on by the places in streams sorted by slot."""
         del topology
         return False
 
@@ -195,7 +195,7 @@ class _TwoPhaseCost(TransportCost):
 
 @partial(jax.jit, static_argnames=("balancer", "room"))
 def _dynamic_and_taken(balancer: Balancer, start: Plan, plan: Plan, room: int) -> tuple[Bool[Array, "E"], Quota]:
-    """Return the movable experts, and the rows of each expert that each rank takes from its home."""
+    """Return the movable experts, and the rows of each expert that each rank takes from the home."""
     # One program takes a tenth of the time of compiling each of its operations.
     num_last = balancer.busiest_moved(plan.num_home)
     streams = Streams.of(jnp.asarray(plan.quota).sum(1, dtype=jnp.int32), plan.num_ranks, num_last)
@@ -255,7 +255,7 @@ class Phases:
 
 
 def moved_on(plan: Plan, streams: Streams, room: int, num_last: int | None) -> MovedRows:
-    """Return the rows that move by a plan, with room for them, and at the end of their streams if these have an end."""
+    """Return the rows that move by a plan, with room for them, and at the end of the streams if these have an end."""
     moved = moved_rows(plan.placement, plan.quota, streams.first, room)
     if num_last is None:
         return moved
@@ -297,7 +297,7 @@ class HomeRows(NamedTuple):
         return rows if self.of_row is None else rows[self.of_row]
 
     def put(self, rows: Float[Array, "A H"], out: Float[Array, "A H"]) -> Float[Array, "A H"]:
-        """Write rows moved by `take` back to their positions in `out`."""
+        """Write rows moved by `take` back to the positions in `out`."""
         if self.to_row is None or self.inside is None:
             return rows
         return jnp.where(self.inside[:, None], rows[self.to_row], out)
@@ -513,7 +513,7 @@ PendingRows = tuple[Array | None, ...] | Pending
 def _start_onward(
     parts: tuple[Array, ...], phases: Phases, i: Array, room: int, ways: PhaseConfig, before: PyTree
 ) -> tuple[PyTree, PendingRows]:
-    """Send rows of round `i` on to their takers; return `None`s without replica slots."""
+    """Send rows of round `i` on to the takers; return `None`s without replica slots."""
     moved = phases.moved
     if moved.home.shape[1] == 0:
         return before, (None,) * len(parts)

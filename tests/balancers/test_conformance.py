@@ -53,7 +53,7 @@ def swap_halves(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
 
 BALANCERS = {kind: made(kind) for kind in kinds()} | {
     HostCallback: HostCallback(swap_halves),
-    Chain: Chain((HostCallback(swap_halves), Greedy(min_tokens=2))),
+    Chain: Chain((HostCallback(swap_halves), Greedy())),
 }
 """All exported balancers, with options for small loads; a new one is tested with its defaults."""
 
@@ -61,7 +61,7 @@ SYSTEMS = {
     "plain": plain(),
     "greedy": greedy(),
     # In domains of 4 ranks an expert has at most 3 replicas.
-    "ultraep": System(UltraEP(min_tokens=4), replicate=Relay(min_replicas=3, min_gain=1), replica_slots=4),
+    "ultraep": System(UltraEP(), replicate=Relay(min_replicas=3, min_gain=1), replica_slots=4),
     "exact": exact(),
     "greedy in small rounds": greedy(buffers=Buffers(headroom=0.4), replica_slots=1),
     "feplb": System(FEPLB(num_dynamic=1, skip=True), PeerCopy(), TwoPhase(), replica_slots=2),
@@ -85,14 +85,10 @@ SYSTEMS = {
         EPLBPlus(), Relay(min_replicas=3, min_gain=1), TwoPhase(), replica_slots=4
     ),
     "plain, once in small rounds": System(dispatch=Once(Buffers(0.4))),
-    "ultraep, once": System(
-        UltraEP(min_tokens=4), Relay(min_replicas=3, min_gain=1), Once(Buffers(0.6)), replica_slots=4
-    ),
+    "ultraep, once": System(UltraEP(), Relay(min_replicas=3, min_gain=1), Once(Buffers(0.6)), replica_slots=4),
     "exact, once, peer copies": System(Exact(), PeerCopy(), Once(), replica_slots=2),
     "exact, forwarded in small rounds": System(Exact(), dispatch=Forward(Buffers(0.4, chunks=2)), replica_slots=2),
-    "ultraep, forwarded": System(
-        UltraEP(min_tokens=4), Relay(min_replicas=3, min_gain=1), Forward(Buffers(0.6)), replica_slots=4
-    ),
+    "ultraep, forwarded": System(UltraEP(), Relay(min_replicas=3, min_gain=1), Forward(Buffers(0.6)), replica_slots=4),
     "hybridep inside nodes, forwarded": System(HybridEP(2), dispatch=Forward(), replica_slots=2),
 }
 ON_RAILS = {"rails", "exact inside expert domains, sprayed"}

@@ -96,7 +96,7 @@ def test_a_layer_has_the_same_values_and_gradients_with_the_kernels(dispatch, mo
     topology = Topology.from_mesh(mesh, mesh.axis_names)
     case = Case(num_tokens=12, features=2048 - 16, mlp_dim=8, per_tok=4)
     x, mask = case.tokens(WORKLOADS[1], 4, jnp.bfloat16)
-    system = System(Greedy(min_tokens=2), dispatch=dispatch, replica_slots=2)
+    system = System(Greedy(), dispatch=dispatch, replica_slots=2)
     args = x, mask, *case.params(jnp.bfloat16), jax.random.normal(jax.random.key(0), x.shape)
 
     def run():

@@ -91,54 +91,33 @@ def draw_rows(rng, num_ranks, num_rails):
     return draw_tokens(rng, (num_ranks, num_ranks), rng.choice([5, 200, 10**6])), ticks.astype(np.int32)
 
 
+def planner(op, reference, draw, **options) -> Planner:
+    """Return a planner whose implementations take the same options."""
+    module = getattr(_planning, op.__name__)
+    return Planner(*(of and partial(of, **options) for of in (op, reference, module)), draw)
+
+
+FEPLB = {"num_dynamic": 2, "max_num_dyn": 2, "tau": 5, "skip": False}
+RELAY = {"num_home": 1, "min_replicas": 3, "max_relays": 3, "min_gain": 1}
 PLANNERS = {
-    "eplb_plus": Planner(
-        partial(eplb_plus, domain=3),
-        partial(eplb_plus_reference, domain=3),
-        partial(_planning.eplb_plus, domain=3),
-        lambda rng: (draw_tokens(rng, 12), draw_placement(rng, 6, 2, 4, 3, empty=0.7)),
+    "eplb_plus": planner(
+        eplb_plus,
+        eplb_plus_reference,
+        lambda rng: (draw_tokens(rng, 12), draw_placement(rng, 6, 2, 4, 3, 0.7)),
+        domain=3,
     ),
-    "greedy": Planner(
-        partial(greedy, domain=3, min_tokens=2),
-        partial(greedy_reference, domain=3, min_tokens=2),
-        partial(_planning.greedy, domain=3, min_tokens=2),
-        lambda rng: draw_plan(rng, 6, 2, 4, 3),
+    "greedy": planner(greedy, greedy_reference, lambda rng: draw_plan(rng, 6, 2, 4, 3), domain=3, min_tokens=2),
+    "ultraep": planner(
+        ultraep, ultraep_reference, lambda rng: draw_plan(rng, 6, 2, 4, 3, 0.7), domain=3, eps=0.01, min_tokens=20
     ),
-    "ultraep": Planner(
-        partial(ultraep, domain=3, eps=0.01, min_tokens=20),
-        partial(ultraep_reference, domain=3, eps=0.01, min_tokens=20),
-        partial(_planning.ultraep, domain=3, eps=0.01, min_tokens=20),
-        lambda rng: draw_plan(rng, 6, 2, 4, 3, empty=0.7),
+    "relay": planner(relay, relay_reference, lambda rng: (draw_popular(rng, 12, 4),), **RELAY),
+    "exact": planner(
+        exact, None, lambda rng: (draw_tokens(rng, (6, 12)),), num_slots=4, domain=3, eps=0.05, max_fan_out=3
     ),
-    "relay": Planner(
-        partial(relay, num_home=1, min_replicas=3, max_relays=3, min_gain=1),
-        partial(relay_reference, num_home=1, min_replicas=3, max_relays=3, min_gain=1),
-        partial(_planning.relay, num_home=1, min_replicas=3, max_relays=3, min_gain=1),
-        lambda rng: (draw_popular(rng, 12, 4),),
-    ),
-    "exact": Planner(
-        partial(exact, num_slots=4, domain=3, eps=0.05, max_fan_out=3),
-        None,
-        partial(_planning.exact, num_slots=4, domain=3, eps=0.05, max_fan_out=3),
-        lambda rng: (draw_tokens(rng, (6, 12)),),
-    ),
-    "feplb": Planner(
-        partial(feplb, domain=3, num_dynamic=2, max_num_dyn=2, tau=5, skip=False),
-        partial(feplb_reference, domain=3, num_dynamic=2, max_num_dyn=2, tau=5, skip=False),
-        partial(_planning.feplb, domain=3, num_dynamic=2, max_num_dyn=2, tau=5, skip=False),
-        lambda rng: draw_plan(rng, 6, 3, 5, 3, empty=0.7),
-    ),
-    "spray": Planner(
-        partial(spray, ranks_per_node=4, chunks=5),
-        partial(spray_reference, ranks_per_node=4, chunks=5),
-        partial(_planning.spray, ranks_per_node=4, chunks=5),
-        lambda rng: draw_rows(rng, 12, 4),
-    ),
-    "fastermoe": Planner(
-        partial(fastermoe, domain=3, min_saved=3),
-        partial(fastermoe_reference, domain=3, min_saved=3),
-        partial(_planning.fastermoe, domain=3, min_saved=3),
-        lambda rng: draw_counts(rng, 6, 2, 4, 3, empty=0.8),
+    "feplb": planner(feplb, feplb_reference, lambda rng: draw_plan(rng, 6, 3, 5, 3, 0.7), domain=3, **FEPLB),
+    "spray": planner(spray, spray_reference, lambda rng: draw_rows(rng, 12, 4), ranks_per_node=4, chunks=5),
+    "fastermoe": planner(
+        fastermoe, fastermoe_reference, lambda rng: draw_counts(rng, 6, 2, 4, 3, 0.8), domain=3, min_saved=3
     ),
 }
 

@@ -1,3 +1,4 @@
+import hashlib
 import itertools
 
 import jax
@@ -8,12 +9,27 @@ import pytest
 from jax_moe_lb import Plan, _planning
 from jax_moe_lb.core import check_plan
 from jax_moe_lb.planners.exact import check_shapes, exact
-from tests import exact_reference
 from tests.planners.planner_cases import STOPPED, assert_same
 
 RUN = jax.jit(exact, static_argnums=(1, 2, 3, 4, 5))
-# ranks, home experts, slots, ranks per domain
-SHAPES = [(3, 4, 5, 3), (8, 2, 3, 8), (8, 4, 6, 4), (12, 3, 4, 12), (6, 2, 9, 2), (2, 1, 2, 1)]
+ANY = 2**63 - 1
+
+# Digests of plans, equal to those of an independent form in plain Python, by ranks, home experts, slots, ranks per
+# domain, and tokens. Record them again only for a change of the search.
+PLANS = {
+    (3, 4, 5, 3, 300): "04fca0abd89e986d",
+    (3, 4, 5, 3, 10**6): "81f00cd2313c7c83",
+    (8, 2, 3, 8, 300): "ee41ba4bd82f6c97",
+    (8, 2, 3, 8, 10**6): "b8385075cca331a5",
+    (8, 4, 6, 4, 300): "041e073e7e30ebeb",
+    (8, 4, 6, 4, 10**6): "628a518a1a3c7b8f",
+    (12, 3, 4, 12, 300): "8ef38405a8a501e7",
+    (12, 3, 4, 12, 10**6): "6b0061b4fdcbb673",
+    (6, 2, 9, 2, 300): "6e90bc0ac7028a90",
+    (6, 2, 9, 2, 10**6): "5f122210bfa87046",
+    (2, 1, 2, 1, 300): "08d09e8ec85a4e9f",
+    (2, 1, 2, 1, 10**6): "576a69ec6c16fdfd",
+}
 
 
 def draw_counts(rng, num_ranks, num_home, scale):
@@ -24,37 +40,26 @@ def draw_counts(rng, num_ranks, num_home, scale):
     return np.stack([rng.multinomial(n, p) for n, p in zip(tokens, starts, strict=True)], 1).astype(np.int32)
 
 
-def by_reference(counts, slots, domain, eps, max_fan_out, localize):
-    """Run `exact` domain by domain, in plain Python."""
-    num_ranks, num_experts = counts.shape
-    home = num_experts // num_ranks
-    placement = np.full((num_ranks, slots), -1, np.int32)
-    quota = np.zeros((num_experts, num_ranks), np.int32)
-    for first in range(0, num_ranks, domain):
-        ranks, experts = slice(first, first + domain), slice(first * home, (first + domain) * home)
-        width = min(slots, domain * home)
-        fan_out = 2**31 - 1 if max_fan_out is None else max_fan_out
-        placed, quota[experts, ranks] = exact_reference.exact(
-            counts[:, experts].sum(0), domain, width, eps, fan_out, counts[ranks, experts] if localize else None
-        )
-        placement[ranks, :width] = np.where(placed < 0, -1, placed + first * home)
-    return placement, quota
+@pytest.mark.parametrize("case", PLANS, ids=str)
+def test_plans_are_the_recorded_ones(case):
+    *shape, slots, domain, scale = case
+    # The stream of this generator is the same in all releases of NumPy.
+    rng, digest = np.random.RandomState(0), hashlib.sha256()
+    for eps, max_fan_out, localize in [(0.0, ANY, True), (0.01, ANY, False), (0.05, 2, True)]:
+        counts = draw_counts(rng, *shape, scale)
+        plan = _planning.exact(counts, slots, domain, eps, max_fan_out, localize)
+        check_plan(Plan(*plan, domain=domain), counts)
+        for array in plan:
+            digest.update(array.tobytes())
+    assert digest.hexdigest()[:16] == PLANS[case]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "shape", [*SHAPES[:3], *(pytest.param(shape, marks=pytest.mark.thorough) for shape in SHAPES[3:])], ids=str
-)
-@pytest.mark.parametrize("scale", [pytest.param(300, marks=pytest.mark.thorough), 1e6])
-def test_it_equals_the_reference(shape, scale):
-    num_ranks, num_home, slots, domain = shape
-    rng = np.random.default_rng(0)
-    for options in [(0.0, None, True), (0.01, None, False), (0.05, 2, True)]:
-        counts = draw_counts(rng, num_ranks, num_home, scale)
-        want = by_reference(counts, slots, domain, *options)
-        assert_same(RUN(counts, slots, domain, *options), want)
-        assert_same(_planning.exact(counts, slots, domain, *options), want)
-        check_plan(Plan(*want, domain=domain), counts)
+@pytest.mark.parametrize("shape", [(8, 2, 3, 8), (6, 2, 9, 2)], ids=str)
+def test_a_program_plans_as_the_host(shape):
+    *sizes, slots, domain = shape
+    counts = draw_counts(np.random.RandomState(0), *sizes, 10**6)
+    for options in [(0.0, ANY, True), (0.05, 2, False)]:
+        assert_same(RUN(counts, slots, domain, *options), _planning.exact(counts, slots, domain, *options))
 
 
 def best_max_loads(tokens, num_ranks, holders):

@@ -35,11 +35,11 @@ def draw(rng, shape, scale, empty):
     return placement, np.where(at_home, quota, quota // 8).astype(np.int32)
 
 
-def assert_all_agree(placement, quota, domain, eps, min_tokens):
-    want = REFERENCE(placement, quota, domain, eps, min_tokens)
-    assert_same(RUN(placement, quota, domain, eps, min_tokens), want)
-    assert_same(_planning.ultraep(placement, quota, domain, eps, min_tokens), want)
-    *released, limits = released_ultraep.plan(placement, quota, domain, eps, min_tokens)
+def assert_all_agree(placement, quota, *options):
+    want = REFERENCE(placement, quota, *options)
+    assert_same(RUN(placement, quota, *options), want)
+    assert_same(_planning.ultraep(placement, quota, *options), want)
+    *released, limits = released_ultraep.plan(placement, quota, *options)
     assert_same(tuple(released), want)
     return limits
 

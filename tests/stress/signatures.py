@@ -174,11 +174,11 @@ def draw_system(draw: Draw) -> System | str:
     whole = TRANSPORT_CHOICES if cls in (Direct, CopyDispatch) else TRANSPORT_CHOICES | {"chunks": [1]}
     buffers, saved = (draw.options(part, whole) for part in (Buffers, Saved))
     dispatch = draw.options(cls, of_class(cls, {**TRANSPORT_CHOICES, "buffers": [buffers], "saved": [saved]}))
-    balancer = draw.one([Exact(), Greedy(), UltraEP(min_tokens=2)])
+    balancer = draw.one([Exact(), Greedy(), UltraEP()])
     balancer = Chain((balancer, RailS())) if cls is MultiRailDispatch else balancer
     replicate = draw.options(draw.one(REPLICATIONS), TRANSPORT_CHOICES)
     if isinstance(replicate, Relay):
-        balancer = UltraEP(min_tokens=2)
+        balancer = UltraEP()
     choices = {"replicate": [replicate], "replica_slots": [1, 2], "relocates": [True]}
     return draw.options(System, choices, balancer=balancer, dispatch=dispatch)
 

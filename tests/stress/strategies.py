@@ -107,7 +107,7 @@ def make_system(program: Program) -> System:
     systems = {
         "plain": plain(),
         "greedy": greedy(slots),
-        "ultraep": System(UltraEP(min_tokens=2), relay, replica_slots=more),
+        "ultraep": System(UltraEP(), relay, replica_slots=more),
         "exact": exact(slots),
         "two_tier": two_tier(slots),
         "hybridep": hybridep(min(home, slots)),

@@ -20,7 +20,7 @@ from jax_moe_lb.transport import Direct, Forward, Once, QuantizedTransfer
 from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 
 MESH = ("node", "gpu")
-BALANCED = System(Greedy(min_tokens=2), replica_slots=2)
+BALANCED = System(Greedy(), replica_slots=2)
 
 
 def special_router(logits, bias, info) -> Routing:

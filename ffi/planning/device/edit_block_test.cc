@@ -29,13 +29,22 @@ struct Case {
   Kind kind;
   int num_ranks, home, slots, domain;  // slots: all of a rank
   std::vector<int32_t> placement, quota;
-  int64_t min_tokens;
-  float eps;
-  RelayOptions relay;
+  UltraEpOptions options;  // the domain is above
+  RelayOptions relay;      // the home experts are above
 
   size_t ranks() const { return static_cast<size_t>(num_ranks); }
   size_t experts() const { return static_cast<size_t>(num_ranks * home); }
   MatrixView<const int32_t> Placement() const { return {placement.data(), ranks(), static_cast<size_t>(slots)}; }
+  UltraEpOptions Options() const {
+    UltraEpOptions all = options;
+    all.domain = domain;
+    return all;
+  }
+  RelayOptions Relays() const {
+    RelayOptions all = relay;
+    all.num_home = home;
+    return all;
+  }
   MatrixView<const int32_t> Quota() const { return {quota.data(), experts(), ranks()}; }
 };
 
@@ -53,9 +62,9 @@ Plan OnHost(const Case& c) {
   const MatrixView<int32_t> quota = {plan.quota.data(), c.experts(), c.ranks()};
   Status bad;
   if (c.kind == Kind::kUltraEp) {
-    bad = UltraEp(c.Placement(), c.Quota(), c.domain, c.eps, c.min_tokens, placement, quota);
+    bad = UltraEp(c.Placement(), c.Quota(), c.Options(), placement, quota);
   }
-  if (c.kind == Kind::kRelay) bad = Relay(c.Placement(), c.home, c.relay, placement);
+  if (c.kind == Kind::kRelay) bad = Relay(c.Placement(), c.Relays(), placement);
   plan.status = bad ? 1 : 0;
   return plan;
 }
@@ -65,9 +74,9 @@ Plan OnBlock(Fibers& block, const Case& c) {
   const MatrixView<int32_t> placement = {plan.placement.data(), c.ranks(), static_cast<size_t>(c.slots)};
   const EditCall edit =
       EditOf(c.Placement(), c.Quota(), c.domain, placement, {plan.quota.data(), c.experts(), c.ranks()}, &plan.status);
-  if (c.kind == Kind::kUltraEp) RunOnFibers<UltraEpPlanner>(block, UltraEpOf(edit, c.eps, c.min_tokens));
+  if (c.kind == Kind::kUltraEp) RunOnFibers<UltraEpPlanner>(block, UltraEpCall{edit, c.Options()});
   if (c.kind == Kind::kRelay) {
-    RunOnFibers<RelayPlanner>(block, RelayOf(c.Placement(), c.home, c.relay, placement, &plan.status));
+    RunOnFibers<RelayPlanner>(block, RelayOf(c.Placement(), c.Relays(), placement, &plan.status));
   }
   return plan;
 }
@@ -129,9 +138,9 @@ Case RandomCase(std::mt19937& random, Kind kind) {
   }
   PlaceReplicas(random, kind == Kind::kRelay ? 100 : Pick(random, 0, 2) * 30, &c);
   Serve(random, &c);
-  c.min_tokens = random() % 2 == 0 ? 1 : int64_t{1} << Pick(random, 0, 40);
-  c.eps = std::vector<float>{0, 0.01f, 0.01f, 0.3f, 1}[random() % 5];
-  c.relay = {Pick(random, 2, 6), Pick(random, 1, 9), Pick(random, 1, 3)};
+  c.options.min_tokens = random() % 2 == 0 ? 1 : int64_t{1} << Pick(random, 0, 40);
+  c.options.eps = std::vector<float>{0, 0.01f, 0.01f, 0.3f, 1}[random() % 5];
+  c.relay = {0, Pick(random, 2, 6), Pick(random, 1, 9), Pick(random, 1, 3)};
   return c;
 }
 
@@ -181,8 +190,8 @@ void TiesGiveThePlanOfTheHost(Kind kind) {
         c.quota[static_cast<size_t>(expert * size.ranks + rank)] = rank == 0 || random() % 4 == 0 ? 7 : 0;
       }
       PlaceReplicas(random, percent, &c);
-      c.min_tokens = 1;
-      c.eps = 0.01f;
+      c.options.min_tokens = 1;
+      c.options.eps = 0.01f;
       ExpectPlanOfHost(block, c);
     }
   }
@@ -209,12 +218,13 @@ void UltraEpTriesTheLimitsOfTheHost() {
   Fibers block(1 << 20);
   // The first limit is the largest load rounded to float32, which is one token less.
   Case rounded = CaseOf(2, 1, {(1 << 24) + 1, 5592405});
-  rounded.min_tokens = 1;
-  rounded.eps = 0.5f;
+  rounded.options.min_tokens = 1;
+  rounded.options.eps = 0.5f;
   ExpectPlanOfHost(block, rounded);
   // A limit above one that succeeds fails, as surpluses are below the floor, so that the order of limits matters.
   Case floored = CaseOf(4, 1, {20, 0, 0, 0, 0, 0, 46, 53});
-  floored.min_tokens = 7;
+  floored.options.min_tokens = 7;
+  floored.options.eps = 0;
   ExpectPlanOfHost(block, floored);
 }
 
@@ -260,8 +270,8 @@ void LargePlansGiveThePlanOfTheHost(Kind kind) {
     }
     PlaceReplicas(random, kind == Kind::kRelay ? 100 : 0, &c);
     Serve(random, &c);
-    c.min_tokens = 1024;
-    c.eps = 0.01f;
+    c.options.min_tokens = 1024;
+    c.options.eps = 0.01f;
     c.relay = {};
     ExpectPlanOfHost(block, c);
   }

@@ -1,13 +1,12 @@
 // Arguments of the planners of plans and of relays in a block of a GPU, and their shared memory.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
-#include <limits>
 
 #include "ffi/common/view.h"
 #include "ffi/planning/device/ranks.h"
 #include "ffi/planning/relay.h"
+#include "ffi/planning/ultraep.h"
 
 namespace moe_lb::device {
 
@@ -31,8 +30,7 @@ struct EditCall {
 // A block plans each domain.
 struct UltraEpCall {
   EditCall plan;
-  float eps;
-  int32_t min_tokens;
+  UltraEpOptions options;
 
   MOE_LB_ANYWHERE int blocks() const { return plan.all_ranks / plan.num_ranks; }
   MOE_LB_ANYWHERE size_t words() const { return plan.words(); }
@@ -44,7 +42,7 @@ struct RelayCall {
   int32_t* relay;            // [ranks, slots]
   int32_t* status;           // [1]
   int num_ranks, home, slots;
-  int32_t min_replicas, max_relays, min_gain;
+  RelayOptions options;
 
   MOE_LB_ANYWHERE int blocks() const { return 1; }
   MOE_LB_ANYWHERE size_t words() const { return NumWords(num_ranks); }
@@ -126,11 +124,6 @@ inline bool Fit(const RelayCall& call) {
 
 // ---- Calls of arrays ---------------------------------------------------------------
 
-// An option that is compared with tokens or numbers of ranks alone.
-inline int32_t Saturated(int64_t value) {
-  return static_cast<int32_t>(std::min<int64_t>(value, std::numeric_limits<int32_t>::max()));
-}
-
 // The shapes of the arrays match, and `domain` divides the ranks.
 inline EditCall EditOf(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, int64_t domain,
                        MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota, int32_t* status) {
@@ -145,21 +138,15 @@ inline EditCall EditOf(MatrixView<const int32_t> placement, MatrixView<const int
           static_cast<int>(domain)};
 }
 
-inline UltraEpCall UltraEpOf(const EditCall& plan, float eps, int64_t min_tokens) {
-  return {plan, eps, Saturated(min_tokens)};
-}
-
-inline RelayCall RelayOf(MatrixView<const int32_t> placement, int64_t num_home, const RelayOptions& options,
-                         MatrixView<int32_t> relay, int32_t* status) {
+inline RelayCall RelayOf(MatrixView<const int32_t> placement, const RelayOptions& options, MatrixView<int32_t> relay,
+                         int32_t* status) {
   return {placement.flat().data(),
           relay.flat().data(),
           status,
           static_cast<int>(placement.rows()),
-          static_cast<int>(num_home),
+          static_cast<int>(options.num_home),
           static_cast<int>(placement.columns()),
-          Saturated(options.min_replicas),
-          Saturated(options.max_relays),
-          Saturated(options.min_gain)};
+          options};
 }
 
 }  // namespace moe_lb::device

@@ -45,7 +45,7 @@ struct Plan {
 Plan OnHost(const Case& c) {
   Plan plan = {0, std::vector<int32_t>(c.ranks() * c.all_slots()), std::vector<int32_t>(c.experts() * c.ranks())};
   const Status bad =
-      ExactDomains({c.counts.data(), c.ranks(), c.experts()}, c.domain, {c.eps, c.fan_out, c.localize},
+      ExactDomains({c.counts.data(), c.ranks(), c.experts()}, {c.domain, c.eps, c.fan_out, c.localize},
                    {plan.placement.data(), c.ranks(), c.all_slots()}, {plan.quota.data(), c.experts(), c.ranks()});
   plan.status = bad ? 1 : 0;
   return plan;

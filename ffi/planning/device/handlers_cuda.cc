@@ -1,5 +1,4 @@
 // Planners of GPU devices as kernels of the stream, without the host.
-#include <cmath>
 #include <limits>
 #include <string>
 
@@ -34,47 +33,46 @@ bool HasShape(MatrixView<int32_t> array, size_t rows, size_t columns) {
   return array.rows() == rows && array.columns() == columns;
 }
 
-xf::Error Exact(Matrix counts, int64_t domain, double eps, int64_t max_fan_out, bool localize, MatrixResult placement,
-                MatrixResult quota, StatusResult status, cudaStream_t stream) {
+xf::Error Exact(Matrix counts, FromAttributes<ExactDomainsOptions> options, MatrixResult placement, MatrixResult quota,
+                StatusResult status, cudaStream_t stream) {
   constexpr const char* kName = "moe_lb_plan_exact_kernel";
   const auto in = In(counts);
   const auto slots = Out(placement), amounts = Out(quota);
   const size_t ranks = in.rows(), experts = in.columns();
-  const bool fits = ranks >= 1 && experts >= 1 && experts % ranks == 0 && IsDomain(domain, ranks) &&
+  const bool fits = ranks >= 1 && experts >= 1 && experts % ranks == 0 && IsDomain(options.domain, ranks) &&
                     slots.rows() == ranks && slots.columns() >= experts / ranks && HasShape(amounts, experts, ranks) &&
                     status->element_count() == 1;
-  if (!fits || !(eps >= 0) || std::isinf(eps) || max_fan_out < 0) return Mismatch(kName);
-  device::ExactCall call = device::ExactOf(in, {eps, max_fan_out, localize}, slots, amounts, status->typed_data());
-  if (!device::Fit(&call, domain)) return TooLarge(kName);
+  if (!fits || CheckOptions(options)) return Mismatch(kName);
+  device::ExactCall call = device::ExactOf(in, options, slots, amounts, status->typed_data());
+  if (!device::Fit(&call, options.domain)) return TooLarge(kName);
   return LaunchCall(kName, call, stream);
 }
 
-xf::Error UltraEpKernel(Matrix placement, Matrix quota, int64_t domain, float eps, int64_t min_tokens,
+xf::Error UltraEpKernel(Matrix placement, Matrix quota, FromAttributes<UltraEpOptions> options,
                         MatrixResult new_placement, MatrixResult new_quota, StatusResult status, cudaStream_t stream) {
   constexpr const char* kName = "moe_lb_plan_ultraep_kernel";
   const auto in = In(placement), amounts = In(quota);
   const auto out = Out(new_placement), new_amounts = Out(new_quota);
   const size_t ranks = in.rows(), slots = in.columns(), experts = amounts.rows();
-  const bool fits = ranks >= 1 && slots >= 1 && experts >= 1 && experts % ranks == 0 && IsDomain(domain, ranks) &&
-                    amounts.columns() == ranks && HasShape(out, ranks, slots) &&
+  const bool fits = ranks >= 1 && slots >= 1 && experts >= 1 && experts % ranks == 0 &&
+                    IsDomain(options.domain, ranks) && amounts.columns() == ranks && HasShape(out, ranks, slots) &&
                     HasShape(new_amounts, experts, ranks) && status->element_count() == 1;
-  if (!fits || !(eps >= 0 && eps <= 1) || min_tokens < 1) return Mismatch(kName);
-  const device::EditCall plan = device::EditOf(in, amounts, domain, out, new_amounts, status->typed_data());
-  const device::UltraEpCall call = device::UltraEpOf(plan, eps, min_tokens);
+  if (!fits || CheckOptions(options)) return Mismatch(kName);
+  const device::EditCall plan = device::EditOf(in, amounts, options.domain, out, new_amounts, status->typed_data());
+  const device::UltraEpCall call = {plan, options};
   if (!device::Fit(call)) return TooLarge(kName);
   return LaunchCall(kName, call, stream);
 }
 
-xf::Error RelayKernel(Matrix placement, int64_t num_home, int64_t min_replicas, int64_t max_relays, int64_t min_gain,
-                      MatrixResult relay, StatusResult status, cudaStream_t stream) {
+xf::Error RelayKernel(Matrix placement, FromAttributes<RelayOptions> options, MatrixResult relay, StatusResult status,
+                      cudaStream_t stream) {
   constexpr const char* kName = "moe_lb_plan_relay_kernel";
   const auto in = In(placement);
   const auto out = Out(relay);
-  const bool fits = in.rows() >= 1 && num_home >= 1 && num_home <= static_cast<int64_t>(in.columns()) &&
+  const bool fits = in.rows() >= 1 && options.num_home >= 1 && options.num_home <= static_cast<int64_t>(in.columns()) &&
                     HasShape(out, in.rows(), in.columns()) && status->element_count() == 1;
-  if (!fits || min_replicas < 2 || max_relays < 1 || min_gain < 1) return Mismatch(kName);
-  const device::RelayCall call =
-      device::RelayOf(in, num_home, {min_replicas, max_relays, min_gain}, out, status->typed_data());
+  if (!fits || CheckOptions(options)) return Mismatch(kName);
+  const device::RelayCall call = device::RelayOf(in, options, out, status->typed_data());
   if (!device::Fit(call)) return TooLarge(kName);
   return LaunchCall(kName, call, stream);
 }
@@ -85,9 +83,9 @@ auto OnStream(Binding binding) {
 }
 
 // These only launch on the stream, so a CUDA graph may record them.
-XLA_FFI_DEFINE_HANDLER(kExact, Exact, OnStream(ExactBinding()), {xf::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(kUltraEp, UltraEpKernel, OnStream(UltraEpBinding()), {xf::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(kRelay, RelayKernel, OnStream(RelayBinding()), {xf::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kExact, Exact, OnStream(BindingOf(ExactCall)), {xf::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kUltraEp, UltraEpKernel, OnStream(BindingOf(UltraEpCall)), {xf::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kRelay, RelayKernel, OnStream(BindingOf(RelayCall)), {xf::Traits::kCmdBufferCompatible});
 
 }  // namespace
 
@@ -115,9 +113,9 @@ bool KernelFits(const std::string& planner, int64_t ranks, int64_t experts, int6
   const device::EditCall plan =
       device::EditOf({nullptr, num_ranks, num_slots}, {nullptr, static_cast<size_t>(experts), num_ranks}, domain,
                      {nullptr, num_ranks, num_slots}, {nullptr, 0, 0}, nullptr);
-  if (planner == "ultraep") return device::Fit(device::UltraEpOf(plan, 0, 1));
+  if (planner == "ultraep") return device::Fit(device::UltraEpCall{plan, {}});
   if (planner == "relay") {
-    return device::Fit(device::RelayOf({nullptr, num_ranks, num_slots}, experts / ranks, {}, {nullptr, 0, 0}, nullptr));
+    return device::Fit(device::RelayOf({nullptr, num_ranks, num_slots}, {experts / ranks}, {nullptr, 0, 0}, nullptr));
   }
   return false;
 }

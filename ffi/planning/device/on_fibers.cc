@@ -24,31 +24,31 @@ Status Run(const Call& call, BlockTime* time) {
 
 // The planner of the CPU checks the arguments, and fills the results with a plan that is overwritten.
 
-Status ExactOnFibers(MatrixView<const int32_t> counts, int64_t domain, const ExactDomainsOptions& options,
+Status ExactOnFibers(MatrixView<const int32_t> counts, const ExactDomainsOptions& options,
                      MatrixView<int32_t> placement, MatrixView<int32_t> quota, BlockTime* time) {
-  if (Status bad = ExactDomains(counts, domain, options, placement, quota)) return bad;
+  if (Status bad = ExactDomains(counts, options, placement, quota)) return bad;
   int32_t status = 0;
   ExactCall call = ExactOf(counts, options, placement, quota, &status);
-  if (!Fit(&call, domain)) return TooLarge("domain", domain);
+  if (!Fit(&call, options.domain)) return TooLarge("domain", options.domain);
   return Run<ExactPlanner>(call, time);
 }
 
-Status UltraEpOnFibers(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, int64_t domain, float eps,
-                       int64_t min_tokens, MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota,
+Status UltraEpOnFibers(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota,
+                       const UltraEpOptions& options, MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota,
                        BlockTime* time) {
-  if (Status bad = UltraEp(placement, quota, domain, eps, min_tokens, new_placement, new_quota)) return bad;
+  if (Status bad = UltraEp(placement, quota, options, new_placement, new_quota)) return bad;
   int32_t status = 0;
-  const EditCall plan = EditOf(placement, quota, domain, new_placement, new_quota, &status);
-  const UltraEpCall call = UltraEpOf(plan, eps, min_tokens);
-  if (!Fit(call)) return TooLarge("domain", domain);
+  const EditCall plan = EditOf(placement, quota, options.domain, new_placement, new_quota, &status);
+  const UltraEpCall call = {plan, options};
+  if (!Fit(call)) return TooLarge("domain", options.domain);
   return Run<UltraEpPlanner>(call, time);
 }
 
-Status RelayOnFibers(MatrixView<const int32_t> placement, int64_t num_home, const RelayOptions& options,
-                     MatrixView<int32_t> relay, BlockTime* time) {
-  if (Status bad = Relay(placement, num_home, options, relay)) return bad;
+Status RelayOnFibers(MatrixView<const int32_t> placement, const RelayOptions& options, MatrixView<int32_t> relay,
+                     BlockTime* time) {
+  if (Status bad = Relay(placement, options, relay)) return bad;
   int32_t status = 0;
-  const RelayCall call = RelayOf(placement, num_home, options, relay, &status);
+  const RelayCall call = RelayOf(placement, options, relay, &status);
   if (!Fit(call)) return TooLarge("placement", call.num_ranks);
   return Run<RelayPlanner>(call, time);
 }

@@ -8,16 +8,17 @@
 #include "ffi/planning/device/fibers.h"
 #include "ffi/planning/exact_domains.h"
 #include "ffi/planning/relay.h"
+#include "ffi/planning/ultraep.h"
 
 namespace moe_lb::device {
 
 // Plan as the functions without `OnFibers`. A domain must fit into a block, see `Fit`. time: of the longest block.
-Status ExactOnFibers(MatrixView<const int32_t> counts, int64_t domain, const ExactDomainsOptions& options,
+Status ExactOnFibers(MatrixView<const int32_t> counts, const ExactDomainsOptions& options,
                      MatrixView<int32_t> placement, MatrixView<int32_t> quota, BlockTime* time);
-Status UltraEpOnFibers(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, int64_t domain, float eps,
-                       int64_t min_tokens, MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota,
+Status UltraEpOnFibers(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota,
+                       const UltraEpOptions& options, MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota,
                        BlockTime* time);
-Status RelayOnFibers(MatrixView<const int32_t> placement, int64_t num_home, const RelayOptions& options,
-                     MatrixView<int32_t> relay, BlockTime* time);
+Status RelayOnFibers(MatrixView<const int32_t> placement, const RelayOptions& options, MatrixView<int32_t> relay,
+                     BlockTime* time);
 
 }  // namespace moe_lb::device

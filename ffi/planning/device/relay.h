@@ -73,12 +73,12 @@ class RelayPlanner {
 
   // `NumRelays` of relay.cc.
   MOE_LB_DEVICE int NumRelays(int replicas) const {
-    if (replicas < call_.min_replicas) return 0;
+    if (replicas < call_.options.min_replicas) return 0;
     int root = 0;
     while ((root + 1) * (root + 1) <= replicas) ++root;
-    const int relays = Least(Least(root, call_.max_relays), replicas - 1);
+    const auto relays = static_cast<int>(Least<int64_t>(Least(root, replicas - 1), call_.options.max_relays));
     const int most = Most(relays, (replicas - 1) / relays);
-    return replicas - most >= call_.min_gain ? relays : 0;
+    return replicas - most >= call_.options.min_gain ? relays : 0;
   }
 
   MOE_LB_DEVICE void PlanTree(int expert, int number) {

@@ -92,7 +92,7 @@ class UltraEpPlanner {
   // The limit of this warp in the first round: three with the dynamic floor, then the mean with the fixed one.
   MOE_LB_DEVICE int64_t Ladder(int64_t low, int64_t high) const {
     // float32, see ultraep.cc.
-    const float first = ceilf(static_cast<float>(low) * (1.0f + call_.eps));
+    const float first = ceilf(static_cast<float>(low) * (1.0f + call_.options.eps));
     int64_t limit = first >= static_cast<float>(high) ? high : Most(low, static_cast<int64_t>(first));
     for (int i = 0; i < t_.warp(); ++i) limit = Least(high, limit + Most<int64_t>(1, (high + 99) / 100));
     return t_.warp() < kLadder ? limit : low;
@@ -158,7 +158,8 @@ class UltraEpPlanner {
         if (candidates == 0) break;
         const Peak taker = FindPeak<W>(t_, amounts);
         const uint32_t tokens = Least(Least(need, taker.amount), left);
-        const auto floor = is_dynamic ? (need + candidates - 1) / candidates : static_cast<uint32_t>(call_.min_tokens);
+        const auto floor = is_dynamic ? (need + candidates - 1) / candidates
+                                      : static_cast<uint32_t>(Least<int64_t>(call_.options.min_tokens, INT32_MAX));
         if (tokens < floor) break;
         if (t_.lane() == 0) moves.Set(*count, expert, taker.rank, static_cast<int32_t>(tokens));
         ++*count;

@@ -20,13 +20,12 @@ using Planner = PlannedLayer::Planner;
 
 const char* NameOf(Planner planner) { return planner == Planner::kGreedy ? "greedy" : "feplb"; }
 
+GreedyOptions GreedyOf(const LayerShape& shape) { return {shape.ranks}; }
+
+FeplbOptions FeplbOf(const LayerShape& shape) { return {shape.ranks, shape.home, shape.slots, 1, true}; }
+
 Attributes OptionsOf(const LayerShape& shape, Planner planner) {
-  if (planner == Planner::kGreedy) return {{"domain", Int(shape.ranks)}, {"min_tokens", Int(1)}};
-  return {{"domain", Int(shape.ranks)},
-          {"num_dynamic", Int(shape.home)},
-          {"max_num_dyn", Int(shape.slots)},
-          {"tau", Int(1)},
-          {"skip", Bool(true)}};
+  return planner == Planner::kGreedy ? AttributesOf(GreedyOf(shape)) : AttributesOf(FeplbOf(shape));
 }
 
 Attributes PostSiteOf(const LayerShape& shape, Planner planner, int64_t more) {
@@ -68,10 +67,9 @@ Plan PlanOf(const LayerShape& shape, const Plan& start, Planner planner = Planne
   const MatrixView<int32_t> new_placement(plan.placement.data(), ranks, columns);
   const MatrixView<int32_t> new_quota(plan.quota.data(), experts, ranks);
   if (planner == Planner::kGreedy) {
-    static_cast<void>(Greedy(placement, quota, shape.ranks, 1, new_placement, new_quota));
+    static_cast<void>(Greedy(placement, quota, GreedyOf(shape), new_placement, new_quota));
   } else {
-    const FeplbOptions options = {shape.ranks, shape.home, shape.slots, 1, true};
-    static_cast<void>(Feplb(placement, quota, options, new_placement, new_quota));
+    static_cast<void>(Feplb(placement, quota, FeplbOf(shape), new_placement, new_quota));
   }
   return plan;
 }
@@ -163,8 +161,7 @@ void PlanOnTwoStreams() {
 // ---- planners as host functions ----------------------------------------------------
 
 HostPlan::HostPlan(LayerShape shape)
-    : shape_(std::move(shape)),
-      plan_(CudaXla(), CudaHandler("moe_lb_plan_greedy"), {{"domain", Int(shape_.ranks)}, {"min_tokens", Int(1)}}) {}
+    : shape_(std::move(shape)), plan_(CudaXla(), CudaHandler("moe_lb_plan_greedy"), AttributesOf(GreedyOf(shape_))) {}
 
 Ending HostPlan::Run(Gpu& gpu, int64_t run, bool refused) {
   Plan start = StartOf(shape_, run);
