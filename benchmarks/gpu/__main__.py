@@ -46,7 +46,7 @@ LIMIT_S = 480.0
 MEMORY_FRACTION = 0.45
 """Share of the GPU's memory for the process of a part, which starts others beside it."""
 
-MEMORY_FRACTIONS = {"comparison": 0.9, "products": 0.7}
+MEMORY_FRACTIONS = {"comparison": 0.9, "steps": 0.8, "products": 0.7}
 """Shares of parts that start no other processes, or small ones."""
 
 

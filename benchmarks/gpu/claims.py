@@ -8,12 +8,16 @@ from benchmarks.gpu import (
     clocks,
     comparison,
     compiled,
+    counters,
     engines,
+    gathers,
     layers,
     plans,
     processes,
     products,
     rank_kernels,
+    step_cases,
+    steps,
     tiles,
     times,
     training,
@@ -151,6 +155,15 @@ PRODUCTS = tuple(
     for model, short in SHORT.items()
 )
 
+COUNTERS = (
+    Claim(
+        "counters-qwen3",
+        "Nsight Compute reads the counters of grouped products: Qwen3-30B-A3B",
+        GPU,
+        counters.counters("Qwen3-30B-A3B"),
+    ),
+)
+
 COPIES = (
     *(
         Claim(
@@ -217,7 +230,43 @@ def _compared(name: str, model: str) -> tuple[Claim, Claim]:
     )
 
 
-COMPARISON = tuple(claim for one in COMPARED for claim in _compared(*one))
+COMPARISON = (
+    *(claim for one in COMPARED for claim in _compared(*one)),
+    Claim(
+        "gathers",
+        f"Gathers and sums of rows take at most {gathers.WITHIN} x the time of the fastest form",
+        GPU,
+        gathers.gathers_are_fast,
+    ),
+)
+
+STEPS = (
+    Claim(
+        "constants",
+        f"Memory and dense products reach the rates of the timeline within a factor of {steps.RATE_WITHIN}",
+        "docs/compiling.md",
+        steps.constants_hold,
+    ),
+    *(
+        Claim(
+            f"learns-{name}",
+            f"A small model trains to the losses of float32 on a CPU: {case.model}",
+            "docs/how-to/training.md",
+            steps.losses_agree(name),
+        )
+        for name, case in step_cases.TINY.items()
+    ),
+    *(
+        Claim(
+            f"step-{name}",
+            f"A step takes its estimated time within a factor of {steps.TIME_WITHIN} and the compiled memory, and "
+            f"learns: {step_cases.CASES[name]}",
+            "docs/results/timeline.md",
+            steps.step_holds(name),
+        )
+        for name in step_cases.MEASURED
+    ),
+)
 
 PARTS = {
     "kit": KIT,
@@ -228,6 +277,8 @@ PARTS = {
     "kernels": KERNELS,
     "comparison": COMPARISON,
     "products": PRODUCTS,
+    "counters": COUNTERS,
+    "steps": STEPS,
     "copies": COPIES,
     "training": TRAINING,
 }

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu import constants
-from benchmarks.gpu.device import gpu_kind
 from benchmarks.gpu.findings import Finding, Scale
+from benchmarks.gpu.steps import target_here
 from benchmarks.render.results import Table, Value
-from jax_moe_lb.aot import Target
 
 QUERY = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
 PERIOD_MS = 100
@@ -76,8 +75,7 @@ class Clocks:
 
 def rates(scale: Scale) -> Finding:
     """Measure copies, gathers and dense products on random data several times, with the clocks."""
-    # An H100 in a dry run.
-    target = Target.parse(f"{gpu_kind() or 'h100'}:1x1")
+    target = target_here()
     probes = [*constants.memory_probes(scale), *constants.product_probes(scale)]
     probes = [one for one in probes if one.name in NAMES or scale.dry][: len(NAMES)]
     programs = constants.compiled_all([partial(constants.compiled_probe, one) for one in probes])

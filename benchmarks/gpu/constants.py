@@ -1,4 +1,4 @@
-"""Measured rates of a GPU beside those of the timeline: memory and dense products."""
+"""Measured rates of a GPU beside those of the timeline: memory, dense products, launches and waits."""
 
 import time
 from collections.abc import Callable
@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.stages import Compiled
 
+from benchmarks.gpu.compiled import WITHOUT_GRAPHS
+from benchmarks.gpu.device import gpu_kind, kernel_seconds
 from benchmarks.gpu.findings import Scale
-from benchmarks.render.results import Value
+from benchmarks.render.results import Table, Value
 from jax_moe_lb.aot import Target
-from jax_moe_lb.aot.operation_time import OperationTime
+from jax_moe_lb.aot.operation_time import OperationTime, rates_of
 from jax_moe_lb.aot.product_form import ProductForm
 from jax_moe_lb.aot.schedule import Kind, ScheduledOperation
 
@@ -32,6 +34,12 @@ COLUMNS = {
 
 TIMED_S = 0.05
 """Seconds of repeated calls."""
+
+CHAIN = 200
+"""Operations of a chain."""
+
+LONG = 1024
+"""Width of products whose kernels take longer than their launch."""
 
 
 @dataclass(frozen=True)
@@ -209,3 +217,107 @@ def probe_row(probe: Probe, programs: Any, target: Target) -> list[Value]:
 
 def _in_words(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+# ---- launches ----------------------------------------------------------------------------
+
+
+def _launch_row(name: str, assumed_s: float | None, seconds: float | None) -> list[Value]:
+    ratio = None if assumed_s is None or seconds is None else seconds / assumed_s
+    us = [None if one is None else one * 1e6 for one in (assumed_s, seconds)]
+    return ["launch", name, "us", *us, ratio, None, None]
+
+
+def _options(given: dict[str, Any]) -> dict[str, Any]:
+    return given if jax.default_backend() == "gpu" else {}
+
+
+def chains(scale: Scale) -> list[tuple[int, dict[str, Any]]]:
+    """Return the widths and options of chains: kernels shorter and longer than a launch, launched and in a graph."""
+    return [(width, options) for width in scale.of((128, 2048), (8,)) for options in (WITHOUT_GRAPHS, {})]
+
+
+def compiled_chain(width: int, options: dict[str, Any]) -> Compiled:
+    """Compile a chain of products."""
+
+    def run(x: jax.Array, w: jax.Array) -> jax.Array:
+        for _ in range(CHAIN):
+            x = x @ w
+        return x
+
+    shape = jax.ShapeDtypeStruct((width, width), jnp.bfloat16)
+    return jax.jit(run).lower(shape, shape).compile(_options(options))
+
+
+def chain_rows(width: int, options: dict[str, Any], program: Any, target: Target) -> list[list[Value]]:
+    """Measure a chain: its products, their kernels by the profile, and the time between them."""
+    where = "launched by the host" if options else "in a CUDA graph"
+    label = f"chain of {CHAIN} products of width {width}, {where}"
+    try:
+        if isinstance(program, Exception):
+            raise program
+        x, w = normal((width, width)), normal((width, width), seed=1) / width**0.5
+        total = call_seconds(lambda: program(x, w)) / CHAIN
+        durations = kernel_seconds(lambda: program(x, w), 1)
+    except Exception as error:
+        return [_launch_row(f"{label}: {_in_words(error)}", None, None)]
+    rates = rates_of(target)
+    inside = sum(map(sum, durations.values())) / CHAIN or None
+    is_short = bool(options) and width < LONG
+    rows = [
+        _launch_row(f"{label}: a product", rates.launch if is_short else None, total),
+        _launch_row(f"{label}: its kernels", None, inside),
+        _launch_row(f"{label}: between kernels", None if is_short else rates.start, inside and total - inside),
+    ]
+    events = sum(map(len, durations.values())) / CHAIN
+    return [*rows, ["launch", f"{label}: events in the profile", "", None, events, None, None, None]]
+
+
+def compiled_loop() -> Compiled:
+    """Compile a loop whose condition the host reads."""
+
+    def run(stop: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.while_loop(lambda c: c[0] < stop, lambda c: (c[0] + 1, c[1] * 1.01), (jnp.int32(0), x))[1]
+
+    shapes = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((1024,), jnp.float32)
+    return jax.jit(run).lower(*shapes).compile(_options(WITHOUT_GRAPHS))
+
+
+def host_rows(loop: Any, target: Target) -> list[list[Value]]:
+    """Measure a loop whose condition the host reads, and calls of a small program."""
+    try:
+        if isinstance(loop, Exception):
+            raise loop
+        stop, x = jnp.int32(CHAIN), normal((1024,), jnp.float32)
+        seconds = call_seconds(lambda: loop(stop, x)) / CHAIN
+        rows = [_launch_row("iteration of a loop, with its kernels", rates_of(target).host_wait, seconds)]
+        one = jnp.float32(1)
+        empty = jax.jit(lambda x: x + 1).lower(one).compile()
+        rows.append(_launch_row("call of a program of one kernel", None, call_seconds(lambda: empty(one), 200)))
+        begin = time.perf_counter()
+        for _ in range(CHAIN):
+            jax.block_until_ready(empty(one))
+        return [*rows, _launch_row("the same, awaited by the host", None, (time.perf_counter() - begin) / CHAIN)]
+    except Exception as error:
+        return [_launch_row(f"waits of the host: {_in_words(error)}", None, None)]
+
+
+def measure(scale: Scale, ready: Callable[[], None]) -> Table:
+    """Measure all rates; each is kept at once."""
+    target = Target.parse(f"{gpu_kind() or 'h100'}:1x1")
+    probes = [*memory_probes(scale), *product_probes(scale)]
+    in_chains = chains(scale)
+    programs = compiled_all(
+        [
+            *(partial(compiled_probe, probe) for probe in probes),
+            *(partial(compiled_chain, *chain) for chain in in_chains),
+            compiled_loop,
+        ]
+    )
+    ready()
+    rows = [probe_row(probe, program, target) for probe, program in zip(probes, programs, strict=False)]
+    scale.keep(Table(COLUMNS, rows))
+    for chain, program in zip(in_chains, programs[len(probes) :], strict=False):
+        rows += chain_rows(*chain, program, target)
+    rows += host_rows(programs[-1], target)
+    return Table(COLUMNS, rows)

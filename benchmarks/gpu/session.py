@@ -67,10 +67,12 @@ SESSIONS = {
         Item("values", 65, starting("products-")),
         Item("products", 120),
         Item(STEPS_OF_RANKS, 150, starting("rank-")),
+        Item("counters", 60),
     ),
     "second": (
         Item("values", 55, starting("layer-")),
         Item("kernels", 30),
+        Item("steps", 50, starting("step-")),
         Item("compiled", 20, starting("temporaries")),
         Item("copies", 60, starting("ended-process")),
         Item("training", 25),

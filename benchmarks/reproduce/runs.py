@@ -153,12 +153,18 @@ RUNS = (
     Run("compiled.peers", refusal=_compilers),
     Run("compiled.peers", ("--maxtext",), None, _maxtext, "peers_maxtext"),
     Run("compiled.pipeline", refusal=_compilers),
+    Run("compiled.smallest_cluster", refusal=_compilers),
     Run("training.generate"),
     Run("training.loading", ("--layers", "4")),
     Run("compiled.memory_model", refusal=_compilers),
     Run("compiled.timeline", refusal=_compilers),
     Run("compiled.timeline_options", refusal=_compilers),
     Run("compiled.timeline_tpu", refusal=_compilers),
+    Run("compiled.timeline_simulator", refusal=_compilers),
+    *(
+        Run("compiled.predicted_steps", (case,), None, _compilers, f"predicted_steps_{case}")
+        for case in ("qwen3", "deepseek", "gpt-oss", "qwen3-plain")
+    ),
     Run("reliability.files", ("--number", "100000"), ()),
     Run(
         "reliability.files",

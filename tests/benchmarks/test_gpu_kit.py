@@ -11,6 +11,7 @@ from benchmarks.gpu import ahead, kit, session, written
 from benchmarks.gpu.claims import PARTS
 from benchmarks.gpu.clocks import Clocks
 from benchmarks.gpu.comparison import Timed, times_of
+from benchmarks.gpu.counters import read_counters
 from benchmarks.gpu.findings import CLAIMS, FALSE, NOT_REACHED, TRUE, Finding, Row, Scale, read_rows, write_row
 from benchmarks.gpu.kit import Program
 from benchmarks.gpu.tiles import COLUMNS, DENSE, TABLE, Load, group_sizes
@@ -90,6 +91,12 @@ def test_programs_take_turns():
     assert set(found) == {"a", "b"}
     assert all(isinstance(one, Timed) and one.mhz is None for one in found.values())
     assert called[-2:] == ["b", "a"]
+
+
+def test_counters_are_read_after_other_lines():
+    text = '==PROF== Connected\n"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"\n'
+    text += '"0","grouped_product","gpu__time_duration.sum","us","1,204.5"\n"0","grouped_product","new","%","n/a"\n'
+    assert read_counters(text) == [["0: grouped_product", "us", "us", 1204.5], ["0: grouped_product", "new", "%", None]]
 
 
 def products(tflops):
