@@ -37,7 +37,7 @@ FORMS = {
         saved=Saved(rows=True, replicas=True)
     ),
 }
-"""System of each form. By default `dispatch_by_rule` chooses `Once` on v5e, and `Direct` in two chunks on v6e and v5p."""
+"""System of each form. The rule chooses `Once` on v5e, and `Direct` in two chunks on v6e and v5p."""
 
 COLUMNS = {
     "target": "",
