@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.backend import get_default_device
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from jax_moe_lb.core.custom_calls import call, is_built, like
 from jax_moe_lb.core.device_rates import RecordedKernel, recorded_tflops
@@ -391,9 +391,10 @@ def _tokamax(product: Product, left: Array, right: Array, group_sizes: GroupSize
         return _tokamax(replace(product, kind="product"), left, right.mT, group_sizes)
 
 
-def _ragged(
-    product: Product, left: Array, right: Array, group_sizes: GroupSizes, is_read: Array | None = None
-) -> Array:
+def _ragged(product: Product, left: Array, right: Array, group_sizes: GroupSizes, is_read: object = None) -> Array:
+    # All groups are cleared: a choice of groups would save little, and lets XLA lay out temporaries worse.
+    del is_read
+
     # It has no batching rule for partly mapped operands.
     @jax.custom_batching.sequential_vmap
     def multiply(left: Array, right: Array, group_sizes: GroupSizes) -> Array:
@@ -401,18 +402,16 @@ def _ragged(
         return jax.lax.ragged_dot_general(left, right, group_sizes, dimensions, preferred_element_type=product.dtype)
 
     out = multiply(left, right, group_sizes)
-    return _clear_empty(out, group_sizes, is_read) if product.kind == "outer" else out
+    return _clear_empty(out, group_sizes) if product.kind == "outer" else out
 
 
-def _clear_empty(
-    sums: Float[Array, "S I O"], group_sizes: GroupSizes, is_read: Bool[Array, "S"] | None
-) -> Float[Array, "S I O"]:
+def _clear_empty(sums: Float[Array, "S I O"], group_sizes: GroupSizes) -> Float[Array, "S I O"]:
     # `ragged_dot_general` leaves sums of empty groups undefined. Clear these one by one, because they are few: a mask
     # would read and write all sums.
     if not group_sizes.size:
         return sums
-    is_empty = (group_sizes == 0) & (True if is_read is None else is_read)
-    so_far = jax.lax.cumsum(is_empty.astype(jnp.int32))
+    is_empty = (group_sizes == 0).astype(jnp.int32)
+    so_far = jax.lax.cumsum(is_empty)
 
     def clear_one(i: Array, sums: Array) -> Array:
         group = (so_far <= i).sum(dtype=jnp.int32)

@@ -281,10 +281,7 @@ def test_all_rows_beyond_the_groups_are_cleared(sizes, at_once, monkeypatch):
 
 
 @pytest.mark.parametrize("sizes", [[2, 0, 3, 0], [0, 0], [1, 4], [0], []])
-@pytest.mark.parametrize("is_read", [None, [True, True, False, False]])
-def test_groups_without_rows_are_cleared_if_read(sizes, is_read):
+def test_groups_without_rows_are_cleared(sizes):
     sums = jnp.full((len(sizes), 3, 2), jnp.nan).at[np.flatnonzero(sizes)].set(1.0)
-    read = np.ones(len(sizes), bool) if is_read is None else np.array(is_read[: len(sizes)], bool)
-    got = np.asarray(_clear_empty(sums, jnp.asarray(sizes, jnp.int32), None if is_read is None else jnp.asarray(read)))
-    want = np.where(read | (np.array(sizes) > 0), np.array(sizes) > 0, np.nan)
-    np.testing.assert_array_equal(got, np.broadcast_to(want[:, None, None], sums.shape))
+    got = np.asarray(_clear_empty(sums, jnp.asarray(sizes, jnp.int32)))
+    np.testing.assert_array_equal(got, np.broadcast_to(np.array(sizes)[:, None, None] > 0, sums.shape))

@@ -7,7 +7,7 @@ from benchmarks.compiled.sim_gpu import rows_of
 from benchmarks.gpu.measured_rates import measured, tables
 from jax_moe_lb import exact
 from jax_moe_lb.core import device_rates as rates
-from jax_moe_lb.layer.moe import _round_s
+from jax_moe_lb.layer.facts import _round_s
 from jax_moe_lb.sim.config import load_config
 from jax_moe_lb.sim.work import layer_facts
 
