@@ -1,11 +1,10 @@
 """Training of systems with and without router losses, from several seeds, and of workloads that no loss balances.
 
-    python -m benchmarks.training curves sweep      # weights of the auxiliary loss, fewer steps
-    python -m benchmarks.training curves train      # all runs; an existing file is not trained again
-    python -m benchmarks.training curves            # tables
+    python -m benchmarks.training curves train    # all runs, weights of the auxiliary loss first
+    python -m benchmarks.training curves table    # tables of the runs that exist
 
 Runs of a seed start from the same parameters and take the same batches, a sixteenth of those of
-`network training_speed`, on virtual CPU devices. The files of `--curves` have every step and its counts.
+`network training_speed`, on virtual CPU devices. The files of `--curves` have every step and its counts; an existing file is not trained again.
 """
 
 import argparse
@@ -182,7 +181,7 @@ def sweep(folder: Path) -> None:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("part", choices=("sweep", "train", "table"), nargs="?", default="table")
+    parser.add_argument("part", choices=("train", "table"))
     parser.add_argument("--curves", type=Path, default=Path("runs/training_curves"), help="Folder of all curves.")
 
 
@@ -195,8 +194,6 @@ def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
         cases = [Key(run, name) for name in (USUAL, TEXT, QUARTER, TWICE, ROLLOUT) for run in ("plain", BASE)]
         curves = {(key.workload, key.run): load_curve(key.path(folder)) for key in cases}
         return {"losses": losses(usual), "balance": balances(curves), "sweep": sweep_table(folder)}
-    if given.part == "sweep":
-        sweep(folder)
-    else:
-        train_missing(all_keys(), folder)
+    sweep(folder)
+    train_missing(all_keys(), folder)
     return {}
