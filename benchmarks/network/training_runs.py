@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.network.testbed import CONFIG, NUM_RANKS, SYSTEMS, Case
-from jax_moe_lb import plain
+from jax_moe_lb import Buffers, plain
 from jax_moe_lb.routing.more_routers import capacity
 from models.config import BatchConfig, TrainConfig
 from models.data.corpus import Corpus
@@ -56,11 +56,18 @@ RUNS = {
 BASE = f"plain{AUX}"
 """Run that others are compared with: `plain` with the tuned loss."""
 
-WHOLE = BASE, f"exact{AUX}"
+ROOMY = f"plain, headroom 1.5{AUX}"
+"""`BASE` with buffers that take its loads in one round, in more memory."""
+
+WHOLE = BASE, ROOMY, f"exact{AUX}"
 """Runs that are timed whole."""
 
-TIMED = (*WHOLE, f"ultraep{AUX}", "plain", "exact", "ultraep", "plain + bias", f"capacity 1.25{AUX}")
+TRAINED = (f"ultraep{AUX}", "plain", "exact", "ultraep", "plain + bias", f"capacity 1.25{AUX}")
+TIMED = (*WHOLE, *TRAINED)
 """Runs on the usual workload whose steps are timed."""
+
+CASES = RUNS | {ROOMY: Case(plain().replace(buffers=Buffers(headroom=1.5)), aux_loss=TUNED)}
+"""All programs. `ROOMY` trains as `BASE`."""
 
 USUAL, ROLLOUT = "usual", "replayed rollout"
 TEXT, QUARTER, TWICE = "another text", "a quarter of the batch", "twice the ranks"
@@ -161,8 +168,9 @@ class Key(NamedTuple):
     seed: int = 0
 
     def path(self, folder: Path) -> Path:
-        """Return the file of the curve."""
-        return folder / f"{self.workload}, {self.run}, {self.seed}.npz"
+        """Return the file of the curve; the headroom of buffers does not change it."""
+        run = BASE if self.run == ROOMY else self.run
+        return folder / f"{self.workload}, {run}, {self.seed}.npz"
 
 
 def save_curve(curve: Curve, path: Path) -> None:

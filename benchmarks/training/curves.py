@@ -4,7 +4,8 @@
     python -m benchmarks.training curves table    # tables of the runs that exist
 
 Runs of a seed start from the same parameters and take the same batches, a sixteenth of those of
-`network training_speed`, on virtual CPU devices. The files of `--curves` have every step and its counts; an existing file is not trained again.
+`network training_speed`, on virtual CPU devices. The files of `--curves` have every step and its counts; an existing
+file is not trained again.
 """
 
 import argparse
@@ -150,7 +151,7 @@ def rollout(program: Program, workload: Workload) -> Curve:
 
 def all_keys() -> list[Key]:
     """Return all runs, the most needed first."""
-    timed, rest = map(Key, TIMED), [Key(run) for run in RUNS if run not in TIMED]
+    timed, rest = [Key(run) for run in TIMED if run in RUNS], [Key(run) for run in RUNS if run not in TIMED]
     others = [Key(run, workload) for workload in (TEXT, QUARTER, TWICE) for run in ("plain", BASE)]
     # Systems without dropped copies have one curve up to rounding, so `ultraep` has one seed.
     more = [Key(run, seed=seed) for run in RUNS for seed in range(1, SEEDS) if not run.startswith("ultraep")]

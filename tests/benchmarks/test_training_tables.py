@@ -15,6 +15,7 @@ from benchmarks.network.training_runs import (
     RUNS,
     TEXT,
     USUAL,
+    WHOLE,
     WORKLOADS,
     Curve,
     Key,
@@ -96,8 +97,9 @@ def test_whole_runs_have_all_their_steps_and_the_range_of_their_blocks():
 
 def test_a_workload_without_a_measurement_has_its_prediction_alone():
     predicted = Table({"workload": "", "over plain, predicted": ".2f"}, [[TEXT, 1.5], [USUAL, 1.1]])
-    seconds = {(TEXT, BASE): np.array([[3.0, 3.0]]), (TEXT, BASE.replace("plain", "exact")): np.array([[2.0, 2.0]])}
-    assert workloads(seconds, predicted).rows == [[TEXT, 1.5, [1.5] * 3], [USUAL, 1.1, None]]
+    seconds = {(TEXT, name): np.full((1, 2), time) for name, time in zip(WHOLE, (3.0, 2.5, 2.0), strict=True)}
+    rows = workloads(seconds, predicted).rows
+    assert rows == [[TEXT, 1.5, [1.5] * 3, [1.25] * 3], [USUAL, 1.1, None, None]]
 
 
 @pytest.mark.parametrize("routing", GAIN_ROUTINGS)
