@@ -11,16 +11,17 @@ from benchmarks.network.training_rounds import GAIN_RATES, GAIN_ROUTINGS
 from benchmarks.render.results import Table, Value, spread
 
 GAINS = {
+    "over": "",
     "Mbit/s": ".0f",
     "imbalance": ".2f",
     "exchanges %": ".0f",
-    "over plain, predicted": ".2f",
-    "over plain, measured": ".2f",
+    "predicted": ".2f",
+    "measured": ".2f",
 }
 
 
-def gains(predicted: Table, times: Mapping[Any, np.ndarray]) -> Table:
-    """Return predicted and measured gains; speeds of a pass are ratios to `plain` of the same pass.
+def gain_rows(predicted: Table, times: Mapping[Any, np.ndarray]) -> list[list[Value]]:
+    """Return predicted and measured gains over `plain`; speeds of a pass are ratios to `plain` of the same pass.
 
     Args:
         predicted: predictions of a round, with the shares of exchanges.
@@ -33,23 +34,25 @@ def gains(predicted: Table, times: Mapping[Any, np.ndarray]) -> Table:
         keys = [(rate / 1e6, routing, system) for system in ("plain", "exact")]
         plain, exact = (expected[key] for key in keys)
         ratio = plain["predicted ms"] / exact["predicted ms"]
-        rows.append([rate / 1e6, imbalance, plain["exchanges %"], ratio, spread(times[keys[0]] / times[keys[1]])])
-    return Table(GAINS, rows)
+        gain = spread(times[keys[0]] / times[keys[1]])
+        rows.append(["plain", rate / 1e6, imbalance, plain["exchanges %"], ratio, gain])
+    return rows
 
 
 def break_even(table: Table) -> Table:
-    """Return the imbalance of equal speed at each rate, linear between the points of `gains`."""
-    of_rates: dict[Value, list[Any]] = defaultdict(list)
-    for rate, *row in table.rows:
-        of_rates[rate].append(row)
+    """Return the imbalance of equal speed for each baseline and rate, linear between the points of `GAINS`."""
+    of_links: dict[tuple[Value, Value], list[Any]] = defaultdict(list)
+    for baseline, rate, *row in table.rows:
+        of_links[baseline, rate].append(row)
     rows: list[list[Value]] = []
-    for rate, of in of_rates.items():
+    for link, of in of_links.items():
         levels, _, predicted, measured = zip(*of, strict=True)
         # The highest gains give the lowest break-even.
         even = [crossing(levels, [gain[number] for gain in measured]) for number in (0, 2, 1)]
         known = [level for level in even if level is not None]
-        rows.append([rate, crossing(levels, predicted), known if len(known) == len(even) else None])
-    return Table({"Mbit/s": ".0f", "break-even, predicted": ".2f", "break-even, measured": ".2f"}, rows)
+        rows.append([*link, crossing(levels, predicted), known if len(known) == len(even) else None])
+    columns = {"over": "", "Mbit/s": ".0f", "break-even, predicted": ".2f", "break-even, measured": ".2f"}
+    return Table(columns, rows)
 
 
 def crossing(levels: Sequence[float], gains: Sequence[float]) -> float | None:

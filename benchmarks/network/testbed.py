@@ -45,9 +45,6 @@ KEEP_MEMORY = ":".join(
 )
 """Make the allocator keep large buffers, as on accelerators; otherwise every step faults their pages again."""
 
-RELEASE_MEMORY = "glibc.malloc.arena_max=1"
-"""Make the allocator return large buffers to the system."""
-
 CONFIG = TrainConfig(
     model=ModelConfig(num_layers=2, embed_dim=128, num_heads=4, mlp_dim=768, num_experts=8, experts_per_token=2),
     parallel=ParallelConfig(expert_parallel=NUM_RANKS, system="plain"),

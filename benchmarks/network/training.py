@@ -4,7 +4,6 @@
     python -m benchmarks.network training predict 2      # predictions; commit them
     python -m benchmarks.network training measure 2      # the same points
     python -m benchmarks.network training compare 2      # predictions beside measurements
-    python -m benchmarks.network training again 2        # the same, predicted by the simulator of today
 
 Run it as root, or with user namespaces and writable control groups (see `testbed.py`).
 """
@@ -28,7 +27,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.network import sandbox
-from benchmarks.network.gains import break_even, gains
 from benchmarks.network.testbed import (
     CONFIG,
     CORES,
@@ -42,7 +40,6 @@ from benchmarks.network.testbed import (
     run,
 )
 from benchmarks.network.training_rounds import (
-    GAIN_ROUND,
     MODEL,
     ROUNDS,
     Points,
@@ -385,18 +382,7 @@ def predict(number: int, folder: Path) -> dict[str, Table]:
 def compare(number: int, folder: Path) -> dict[str, Table]:
     """Return the predictions of a round beside its measurements."""
     predicted = read(ALL_ROUNDS)[f"network_training_predicted_{number}"].tables["predictions"]
-    points = measured_points(number, folder)
-    found = compared(predicted, points)
-    if number == GAIN_ROUND:
-        found["gains"] = gains(predicted, step_ms(points))
-        found["break_even"] = break_even(found["gains"])
-    return found
-
-
-def again(number: int, folder: Path) -> dict[str, Table]:
-    """Summarize predictions by the simulator of today, compared with the measurements of a round."""
-    calibration = json.loads((folder / f"calibration_{number}.json").read_text())
-    return {"summary": compared(predictions(number, calibration), measured_points(number, folder))["summary"]}
+    return compared(predicted, measured_points(number, folder))
 
 
 def measured_points(number: int, folder: Path) -> list[dict[str, Any]]:
@@ -406,8 +392,8 @@ def measured_points(number: int, folder: Path) -> list[dict[str, Any]]:
     return [point for of_ranks in found for point in slowest(of_ranks)]
 
 
-REPORTS = {"predict": predict, "compare": compare, "again": again}
-NAMES = {"predict": "predicted", "compare": "measured", "again": "again"}
+REPORTS = {"predict": predict, "compare": compare}
+NAMES = {"predict": "predicted", "compare": "measured"}
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -70,7 +70,8 @@ CASES = RUNS | {ROOMY: Case(plain().replace(buffers=Buffers(headroom=1.5)), aux_
 """All programs. `ROOMY` trains as `BASE`."""
 
 USUAL, ROLLOUT = "usual", "replayed rollout"
-TEXT, QUARTER, TWICE = "another text", "a quarter of the batch", "twice the ranks"
+TEXT, FREE = "another text", "another text, loss ended"
+QUARTER, TWICE = "a quarter of the batch", "twice the ranks"
 """Names of workloads."""
 
 
@@ -81,6 +82,7 @@ class Workload:
     num_ranks: int = NUM_RANKS
     length: int = LENGTH
     changes_text: bool = False
+    ends_loss: bool = False
     steps: int = STEPS
 
     @property
@@ -94,12 +96,18 @@ class Workload:
         """Return the text of a step."""
         if not self.changes_text:
             return usual_text()
-        return sources() if step < self.steps // 2 else documentation()
+        return sources() if step < self.change else documentation()
+
+    @property
+    def change(self) -> int:
+        """Return the first step with another text, or without a router loss."""
+        return self.steps // 2
 
 
 WORKLOADS = {
     USUAL: Workload(),
     TEXT: Workload(changes_text=True, steps=600),
+    FREE: Workload(changes_text=True, ends_loss=True, steps=600),
     QUARTER: Workload(length=LENGTH // 4, steps=600),
     TWICE: Workload(num_ranks=2 * NUM_RANKS, steps=600),
 }

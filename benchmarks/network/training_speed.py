@@ -1,9 +1,8 @@
-"""Speed and memory of runs of `training curves` on four ranks with CPU quotas and shaped links, and two whole runs.
+"""Speed of runs of `training curves` on four ranks with CPU quotas and shaped links, and two whole runs.
 
     python -m benchmarks.training curves train             # counts of every step
     python -m benchmarks.network training_speed predict    # gains of workloads; commit them
     python -m benchmarks.network training_speed measure    # seconds of ten steps of each run, and of two whole runs
-    python -m benchmarks.network training_speed memory     # resident memory of a step of each run
     python -m benchmarks.network training_speed table      # all tables
 
 A step of a run replays the counts of a step of its curve, times the ratio of the batches, so any step can be timed
@@ -15,7 +14,6 @@ import argparse
 import dataclasses
 import json
 import os
-import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,26 +24,36 @@ from typing import Any
 import numpy as np
 
 from benchmarks.network import sandbox
+from benchmarks.network.gains import GAINS, break_even, gain_rows
 from benchmarks.network.stages import seconds_by_operation, seconds_by_stage
 from benchmarks.network.testbed import (
     CONFIG,
     CORES,
     KEEP_MEMORY,
     NUM_RANKS,
-    RELEASE_MEMORY,
-    Case,
     Program,
     Testbed,
-    release_memory,
     run,
 )
-from benchmarks.network.training import RAW, RESULTS, exchange_share, replayed_step, slowest
-from benchmarks.network.training_rounds import GAIN_ROUTINGS, counts_of, records
+from benchmarks.network.training import (
+    ALL_ROUNDS,
+    RAW,
+    RESULTS,
+    exchange_share,
+    measured_points,
+    replayed_step,
+    slowest,
+    step_ms,
+)
+from benchmarks.network.training_rounds import GAIN_ROUND, GAIN_ROUTINGS, counts_of
 from benchmarks.network.training_runs import (
+    AUX,
     BASE,
     CASES,
+    FREE,
     QUARTER,
     ROLLOUT,
+    ROOMY,
     TEXT,
     TIMED,
     TWICE,
@@ -67,7 +75,7 @@ from models.data.corpus import Batches, place_rows, rows_here
 from models.data.sources import default_corpus
 from models.mesh import batch_sharding
 
-TIMED_WORKLOADS = (TEXT, QUARTER, ROLLOUT)
+TIMED_WORKLOADS = (TEXT, FREE, QUARTER, ROLLOUT)
 """Workloads of four ranks with text, timed with the runs of `WHOLE`; routings of given imbalances without `BASE`."""
 
 RATE = 2000e6
@@ -88,6 +96,7 @@ Point = tuple[str, str]
 SPEEDS = {
     "run": "",
     "tokens/s over plain with the loss": ".2f",
+    "over plain without it": ".2f",
     "tokens/s": ",.0f",
     "loss after all steps": ".4f",
     "steps at equal time": "d",
@@ -104,23 +113,24 @@ SPEEDS = {
 def speeds(
     seconds: Mapping[str, np.ndarray],
     curves: Mapping[str, Curve],
-    peaks: Mapping[str, float],
+    memory: Mapping[str, int],
     profiles: Mapping[str, Mapping[str, float]],
 ) -> Table:
     """Return speed, loss and balance of each run from the seconds `[passes, steps]` of its timed steps.
 
-    Equal time is the longest time in which no run takes all its steps. Speeds are ratios to `BASE` in the same pass.
+    Equal time is the longest time in which no run takes all its steps. Ratios of speeds are inside a pass.
     """
     at = {name: elapsed_s(of, len(curves[name].loss)) for name, of in seconds.items()}
     equal_s = min(times[-1] for times in at.values())
     rows: list[list[Value]] = []
     for name, of in seconds.items():
         curve, steps = curves[name], int(np.searchsorted(at[name], equal_s, side="right"))
-        speed = [spread(seconds[BASE].mean(1) / of.mean(1)), spread(CONFIG.tokens_per_step / of.mean(1))]
+        speed = [spread(seconds[other].mean(1) / of.mean(1)) for other in (BASE, "plain")]
+        speed.append(spread(CONFIG.tokens_per_step / of.mean(1)))
         loss = last_mean(curve.loss), steps, last_mean(curve.loss[:steps])
         balance = dropped_percent(curve), float(curve.before.mean()), float(curve.after.mean())
-        rows.append([name, *speed, *loss, *balance, peaks[program_of(name)] / 1e6, *shares(profiles[name])])
-    (first,) = (row[4] for row in rows if row[0] == BASE)
+        rows.append([name, *speed, *loss, *balance, memory[program_of(name)] / 1e6, *shares(profiles[name])])
+    (first,) = (row[5] for row in rows if row[0] == BASE)
     note = f"Losses are means of the last {WINDOW} steps. Equal time is that of {first} steps of {BASE}."
     return Table(SPEEDS, rows, notes=[note])
 
@@ -149,6 +159,13 @@ def workloads(seconds: Mapping[Point, np.ndarray], predicted: Table) -> Table:
     return Table({**predicted.columns, **columns}, rows)
 
 
+def over_headroom(on_workloads: Table) -> list[list[Value]]:
+    """Return the rows of given imbalances as gains over `plain` with more headroom."""
+    name = ROOMY.removesuffix(AUX)
+    found = {GAIN_ROUTINGS[str(row[0])]: row for row in on_workloads.rows if row[0] in GAIN_ROUTINGS}
+    return [[name, RATE / 1e6, level, row[2], row[4], row[-1]] for level, row in found.items()]
+
+
 def whole_runs(blocks: Mapping[str, Mapping[str, list[float]]]) -> Table:
     """Return the speed of whole runs, with the range of the ratios of consecutive blocks."""
     rows: list[list[Value]] = []
@@ -173,18 +190,6 @@ WHOLE_COLUMNS = {
     "imbalance before": ".2f",
     "after": ".2f",
 }
-
-
-def memory(bytes_of: Mapping[str, int], peaks: Mapping[str, float]) -> Table:
-    """Return the memory of each program on one rank."""
-    rows: list[list[Value]] = []
-    for name, measured in peaks.items():
-        pairs = [(bytes_of[name], bytes_of["plain"]), (measured, peaks["plain"])]
-        rows.append([name, *(value for each, plain in pairs for value in (each / 1e6, each / plain))])
-    columns = {"run": ""}
-    for kind in ("compiled", "measured"):
-        columns |= {f"{kind} MB per rank": ".0f", f"{kind} over plain": ".2f"}
-    return Table(columns, rows)
 
 
 # ---- predictions -----------------------------------------------------------------
@@ -223,31 +228,6 @@ def counts_on(workload: str, folder: Path) -> np.ndarray:
 
 # ---- measurements ----------------------------------------------------------------
 
-STEPS = 2
-STATUS = Path("/proc/self/status")
-
-
-def measured_peak(bed: Testbed, case: Case) -> int:
-    """Return the bytes of state and temporaries of a rank: the peak of the process over that of the compiled program.
-
-    The allocator returns freed memory before, so that the memory of compilation does not count.
-    """
-    corpus = default_corpus(CONFIG.data.max_corpus_bytes)
-    program = Program(case, CONFIG, bed.mesh, records()[0])
-    release_memory()
-    Path("/proc/self/clear_refs").write_text("5")
-    before = resident_bytes("VmRSS")
-    bed.times(program, corpus, STEPS, 1, None, 0)
-    return resident_bytes("VmHWM") - before
-
-
-def resident_bytes(name: str) -> int:
-    """Return an entry of the status of this process, in bytes."""
-    match = re.search(rf"{name}:\s+(\d+) kB", STATUS.read_text())
-    assert match is not None
-    return 1024 * int(match[1])
-
-
 Records = dict[Point, list[list[float]]]
 """Records of each layer in every timed step."""
 
@@ -275,7 +255,7 @@ def program_of(name: str) -> str:
 
 
 def measure(bed: Testbed, given: argparse.Namespace) -> None:
-    """Write the seconds of the timed steps, interleaved, the stages of two steps of each run, and the whole runs."""
+    """Write the seconds of the timed steps, interleaved, the whole runs, and the stages of two steps of each run."""
     table, records = records_of(given.curves)
     corpus = default_corpus(CONFIG.data.max_corpus_bytes)
     small = dataclasses.replace(CONFIG, batch=dataclasses.replace(CONFIG.batch, sequence_length=QUARTER_LENGTH))
@@ -305,6 +285,8 @@ def measure(bed: Testbed, given: argparse.Namespace) -> None:
             points.append({"turn": turn, "workload": point[0], "run": point[1], **times})
             bed.say(f"{turn} {point}: {np.mean(times['seconds']):.3f} s")
         write("points", points)
+    for runs in whole(bed, {name: programs[name] for name in WHOLE}, end_s):
+        write("whole", runs)
     profiles = {}
     for point, of_steps in records.items():
         if point[0] == USUAL:
@@ -313,8 +295,6 @@ def measure(bed: Testbed, given: argparse.Namespace) -> None:
             profiles[point[1]] = seconds_by_stage(seconds_by_operation(call), program.program.as_text())
             bed.say(f"{point}: profiled")
     write("stages", profiles)
-    for runs in whole(bed, {name: programs[name] for name in WHOLE}, end_s):
-        write("whole", runs)
     bed.limits(None, None)
 
 
@@ -363,16 +343,21 @@ def tables(folder: Path, curves: Path) -> dict[str, Table]:
     """Return all tables."""
     ranks = of_ranks(folder)
     seconds, first = seconds_of(ranks), ranks[0]
-    peaks = json.loads((folder / "memory.json").read_text())
-    predicted = read(SPEED)["network_training_speed_predicted"].tables["predictions"]
     blocks = {name: {**of, "seconds": np.max([one["whole"][name]["seconds"] for one in ranks], 0).tolist()}
               for name, of in first["whole"].items()}  # fmt: skip
+    on_workloads = workloads(seconds, read(SPEED)["network_training_speed_predicted"].tables["predictions"])
+    rounds = read(ALL_ROUNDS)[f"network_training_predicted_{GAIN_ROUND}"].tables["predictions"]
+    over_plain = gain_rows(rounds, step_ms(measured_points(GAIN_ROUND, RAW)))
+    gains = Table(GAINS, [*over_plain, *over_headroom(on_workloads)])
     of_runs = {name: times for (workload, name), times in seconds.items() if workload == USUAL}
+    of_curves = {name: load_curve(Key(name).path(curves)) for name in TIMED}
+    of_texts = [row for row in on_workloads.rows if row[0] not in GAIN_ROUTINGS]
     return {
-        "speeds": speeds(of_runs, {name: load_curve(Key(name).path(curves)) for name in TIMED}, peaks, first["stages"]),
+        "speeds": speeds(of_runs, of_curves, first["memory"], first["stages"]),
         "whole": whole_runs(blocks),
-        "workloads": workloads(seconds, predicted),
-        "memory": memory(first["memory"], peaks),
+        "workloads": dataclasses.replace(on_workloads, rows=of_texts),
+        "gains": gains,
+        "break_even": break_even(gains),
     }
 
 
@@ -389,7 +374,7 @@ def predict(curves: Path) -> dict[str, Table]:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("part", choices=("predict", "measure", "memory", "table"))
+    parser.add_argument("part", choices=("predict", "measure", "table"))
     parser.add_argument("--folder", type=Path, default=Path("runs/training_speed"), help="Folder of raw measurements.")
     parser.add_argument("--curves", type=Path, default=Path("runs/training_curves"), help="Folder of all curves.")
     parser.add_argument("--after", type=Path, help="File to wait for between compilation and measurement.")
@@ -404,22 +389,14 @@ def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     """
     wanted = [*map(Key, TIMED), *(Key(BASE, workload) for workload in (*TIMED_WORKLOADS, TWICE))]
     missing = [path.name for key in wanted if not (path := key.path(given.curves)).exists()]
-    if missing and given.part != "memory":
+    if missing:
         raise ValueError(f"--curves is {given.curves}; expected {missing} there, from `training curves train`")
-    os.environ["GLIBC_TUNABLES"] = RELEASE_MEMORY if given.part == "memory" else KEEP_MEMORY
+    os.environ["GLIBC_TUNABLES"] = KEEP_MEMORY
     if given.part == "table":
         return tables(given.folder, given.curves)
     if given.part == "predict":
         return predict(given.curves)
     sandbox.enter()
     given.folder.mkdir(parents=True, exist_ok=True)
-    if given.part == "memory":
-        peaks = {}
-        for name in TIMED:
-            if program_of(name) == name:
-                peaks[name] = max(run(partial(measured_peak, case=CASES[name]), 1200))
-                print(f"{name}: {peaks[name] / 1e6:.0f} MB", flush=True)
-        (given.folder / "memory.json").write_text(json.dumps(peaks))
-    else:
-        run(partial(measure, given=given), 7200)
+    run(partial(measure, given=given), 7200)
     return {}

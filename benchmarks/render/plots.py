@@ -22,6 +22,9 @@ BARS = {
 TEXT = {"light": "#1f2328", "dark": "#e6edf3"}
 """Color of texts and axes of the pictures of the README, by theme."""
 
+GAIN_COLORS = ("#d9622b", "#2a9dbf", "#8f6fc4", "#5aa469")
+"""Colors of the baselines in the picture of gains."""
+
 COMPARED = {
     "plain, worst-case buffer": ("plain, worst-case buffer", "#d9622b"),
     "plain, in rounds": ("plain, in rounds", "#d9622b"),
@@ -149,25 +152,24 @@ def one_rank(table: Table, text: str) -> Figure:
 
 
 def gains(table: Table, text: str) -> Figure:
-    """Plot the gain of `exact` against the imbalance at each rate: measured with its range, and predicted."""
-    of_rates: dict[Value, list[Sequence[Value]]] = {}
-    for rate, *row in table.rows:
-        of_rates.setdefault(rate, []).append(row)
+    """Plot the gain of `exact` against the imbalance over each baseline: measured with its range, and predicted."""
+    of_links: dict[str, list[Sequence[Value]]] = {}
+    for baseline, rate, *row in table.rows:
+        of_links.setdefault(f"over {baseline}, {middle(rate)[0] / 1000:g} Gbit/s", []).append(row)
     with _theme(text):
         figure = Figure(figsize=(8, 3.2), layout="constrained")
         figure.patch.set_alpha(0)
         axes = figure.subplots()
         axes.patch.set_alpha(0)
-        for (rate, rows), color in zip(of_rates.items(), ("#d9622b", "#2a9dbf", "#8f6fc4"), strict=True):
+        for (label, rows), color in zip(of_links.items(), GAIN_COLORS, strict=True):
             levels, _, predicted, measured = zip(*rows, strict=True)
             values, low, high = np.array([middle(value) for value in measured]).T
-            label = f"{middle(rate)[0] / 1000:g} Gbit/s"
             axes.errorbar(levels, values, [values - low, high - values], fmt="o-", ms=4, color=color, label=label)
             axes.plot(levels, predicted, "--", lw=1, color=color)
         axes.axhline(1, color="#9da7b3", lw=1)
         axes.set_xlabel("imbalance (max / mean load of the ranks)")
-        axes.set_ylabel("tokens/s over plain")
-        axes.legend(frameon=False, title="exact; dashed: predicted")
+        axes.set_ylabel("tokens/s of exact, relative")
+        axes.legend(frameon=False, title="dashed: predicted")
         _plain(axes)
         return figure
 

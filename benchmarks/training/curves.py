@@ -20,6 +20,7 @@ import numpy as np
 from benchmarks.network.testbed import NUM_RANKS, Case, Program
 from benchmarks.network.training_runs import (
     BASE,
+    FREE,
     QUARTER,
     ROLLOUT,
     RUNS,
@@ -119,14 +120,17 @@ def train(program: Program, workload: Workload, seed: int) -> Curve:
     config, rows = program.config, list[tuple[Any, ...]]()
     shape = config.model.num_layers, workload.num_ranks, config.model.num_experts
     sizes = config.batch.size, config.batch.sequence_length
-    program.states["own"] = program.initial(seed)
+    states = program.states = {"own": program.initial(seed)}
     for step in range(workload.steps):
+        if workload.ends_loss and step == workload.change:
+            program = program_of(RUNS["plain"], workload)
+            program.states = states
         batch = workload.corpus(step).batch(seed, 1 + step, *sizes)
         loss, stats = program.step(place_batch(batch, program.mesh))
         means = np.sum(stats.dropped), np.mean(stats.imbalance_before), np.mean(stats.imbalance_after)
         rows.append((float(loss), *means, np.max(stats.rounds), np.asarray(stats.counts).reshape(shape)))
     held_out = workload.corpus(workload.steps - 1).validation_batches(VALIDATION, *sizes)
-    losses = [program.evaluate(program.states["own"], place_batch(batch, program.mesh)) for batch in held_out]
+    losses = [program.evaluate(states["own"], place_batch(batch, program.mesh)) for batch in held_out]
     return Curve(*map(np.stack, zip(*rows, strict=True)), validation=np.mean(losses))
 
 
@@ -152,10 +156,10 @@ def rollout(program: Program, workload: Workload) -> Curve:
 def all_keys() -> list[Key]:
     """Return all runs, the most needed first."""
     timed, rest = [Key(run) for run in TIMED if run in RUNS], [Key(run) for run in RUNS if run not in TIMED]
-    others = [Key(run, workload) for workload in (TEXT, QUARTER, TWICE) for run in ("plain", BASE)]
+    others = [Key(run, workload) for workload in (TEXT, QUARTER, TWICE) for run in ("plain", BASE)] + [Key(BASE, FREE)]
     # Systems without dropped copies have one curve up to rounding, so `ultraep` has one seed.
-    more = [Key(run, seed=seed) for run in RUNS for seed in range(1, SEEDS) if not run.startswith("ultraep")]
-    return [*timed, *others, *more, *rest]
+    more = [Key(run, seed=seed) for seed in range(1, SEEDS) for run in RUNS if not run.startswith("ultraep")]
+    return [*timed, *others, *sorted(rest, key=lambda key: key.run.startswith("ultraep")), *more]
 
 
 def train_missing(keys: list[Key], folder: Path) -> None:
@@ -191,9 +195,9 @@ def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     folder.mkdir(parents=True, exist_ok=True)
     use_virtual_cpu_devices(2 * NUM_RANKS)
     if given.part == "table":
-        usual = {run: seeds_of(folder, run) for run in RUNS}
-        cases = [Key(run, name) for name in (USUAL, TEXT, QUARTER, TWICE, ROLLOUT) for run in ("plain", BASE)]
-        curves = {(key.workload, key.run): load_curve(key.path(folder)) for key in cases}
+        usual = {run: seeds for run in RUNS if (seeds := seeds_of(folder, run))}
+        cases = [Key(run, name) for name in (USUAL, TEXT, FREE, QUARTER, TWICE, ROLLOUT) for run in ("plain", BASE)]
+        curves = {(key.workload, key.run): load_curve(path) for key in cases if (path := key.path(folder)).exists()}
         return {"losses": losses(usual), "balance": balances(curves), "sweep": sweep_table(folder)}
     sweep(folder)
     train_missing(all_keys(), folder)

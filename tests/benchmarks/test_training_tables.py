@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.network.gains import break_even, crossing, gains
+from benchmarks.network.gains import GAINS, break_even, crossing, gain_rows
 from benchmarks.network.replayed import by_counts
 from benchmarks.network.stages import seconds_by_stage
 from benchmarks.network.testbed import CONFIG
@@ -26,8 +26,8 @@ from benchmarks.network.training_runs import (
     timed_counts,
     with_dropped,
 )
-from benchmarks.network.training_speed import BLOCK, elapsed_s, memory, speeds, whole_runs, workloads
-from benchmarks.render.results import Table
+from benchmarks.network.training_speed import BLOCK, elapsed_s, over_headroom, speeds, whole_runs, workloads
+from benchmarks.render.results import Table, Value
 from benchmarks.training.curves import balances, losses
 from jax_moe_lb.routing.more_routers import within_capacity
 
@@ -69,18 +69,17 @@ def curve(loss: np.ndarray, dropped: int = 0, validation: float = 2.0) -> Curve:
 
 
 def test_speeds_are_ratios_inside_a_pass_and_a_faster_run_has_more_steps_in_the_same_time():
-    seconds = {BASE: np.array([[2.0], [6.0]]), "exact": np.array([[1.0], [4.0]])}
+    seconds = {BASE: np.array([[2.0], [6.0]]), "plain": np.array([[4.0], [8.0]]), "exact": np.array([[1.0], [4.0]])}
     loss = 1000.0 - np.arange(100)
     profile = {"experts": 3.0, "rows: exchange": 1.0}
-    rows = speeds(
-        seconds, dict.fromkeys(seconds, curve(loss, 4096)), dict.fromkeys(seconds, 2e6), dict.fromkeys(seconds, profile)
-    ).rows
-    assert rows[1][:2] == ["exact", [1.75, 1.5, 2.0]]
-    # In the 250 s of `exact`, plain takes 50 steps of 2 s and 25 of 6 s.
-    assert [row[4] for row in rows] == [75, 100]
-    assert rows[0][5] == np.mean(loss[:75])
-    assert rows[1][5] == rows[1][3] == np.mean(loss)
-    assert rows[1][6:] == [100.0, 2.0, 1.25, 2.0, 75.0, 25.0]
+    curves, memory = dict.fromkeys(seconds, curve(loss, 4096)), dict.fromkeys(seconds, 2_000_000)
+    rows = speeds(seconds, curves, memory, dict.fromkeys(seconds, profile)).rows
+    assert rows[2][:3] == ["exact", [1.75, 1.5, 2.0], [3.0, 2.0, 4.0]]
+    # In the 250 s of `exact`, `BASE` takes 50 steps of 2 s and 25 of 6 s.
+    assert [row[5] for row in rows] == [75, 56, 100]
+    assert rows[0][6] == np.mean(loss[:75])
+    assert rows[2][6] == rows[2][4] == np.mean(loss)
+    assert rows[2][7:] == [100.0, 2.0, 1.25, 2.0, 75.0, 25.0]
 
 
 def test_elapsed_time_is_in_the_order_of_the_steps():
@@ -116,10 +115,22 @@ def test_gains_are_ratios_inside_a_pass_beside_their_predictions():
     points = [(rate / 1e6, routing, name) for rate in GAIN_RATES for routing in routings for name in GAIN_CASES]
     rows = [[*point, 10.0 + routings.index(point[1]) if point[2] == "plain" else 12.0, 40.0] for point in points]
     times = {point: np.array([20.0, 30.0]) if point[2] == "plain" else np.array([10.0, 30.0]) for point in points}
-    found = gains(Table(dict.fromkeys(columns, ""), rows), times)
+    found = Table(GAINS, gain_rows(Table(dict.fromkeys(columns, ""), rows), times))
     assert len(found.rows) == len(points) / 2
-    assert found.rows[4] == [1000.0, 2.0, 40.0, 14 / 12, [1.5, 1.0, 2.0]]
-    assert break_even(found).rows[0] == [1000.0, 1.25, [1.0, 1.0, 1.0]]
+    assert found.rows[4] == ["plain", 1000.0, 2.0, 40.0, 14 / 12, [1.5, 1.0, 2.0]]
+    assert break_even(found).rows[0] == ["plain", 1000.0, 1.25, [1.0, 1.0, 1.0]]
+
+
+def test_given_imbalances_are_gains_over_plain_with_headroom():
+    rows: list[list[Value]] = [
+        ["popular ranks, 1.1", 1.1, 40.0, 0.5, 0.8, None, [0.9] * 3],
+        [TEXT, 1.1, 0.0, 0.0, 0.0, None, None],
+        ["popular ranks, 2.0", 2.0, 30.0, 1.5, 1.0, None, [1.2] * 3],
+    ]
+    over = over_headroom(Table(dict.fromkeys("abcdefg", ""), rows))
+    assert [row[2:] for row in over] == [[1.1, 40.0, 0.8, [0.9] * 3], [2.0, 30.0, 1.0, [1.2] * 3]]
+    (found,) = break_even(Table(GAINS, over)).rows
+    assert found == ["plain, headroom 1.5", 2000.0, 2.0, [pytest.approx(1.4)] * 3]
 
 
 @pytest.mark.parametrize(
@@ -167,11 +178,6 @@ def test_a_run_changes_its_text_in_the_middle():
     texts = [WORKLOADS[TEXT].corpus(step).source for step in (0, 299, 300)]
     assert texts[0] == texts[1] != texts[2]
     assert WORKLOADS[USUAL].config.tokens_per_step == 4 * BATCH_TOKENS
-
-
-def test_compiled_and_measured_memory_stand_side_by_side():
-    rows = memory({"plain": 100_000_000, "exact": 110_000_000}, {"plain": 2e8, "exact": 3e8}).rows
-    assert rows[1] == ["exact", 110.0, 1.1, 300.0, 1.5]
 
 
 def test_losses_are_means_of_seeds_with_their_range():
