@@ -34,7 +34,7 @@ from models.data.marks import num_predicted
 from models.decoder.model import Decoder
 from models.mesh import make_mesh, place_batch, placed_shapes, state_shardings
 from models.training.optimizer import apply_gradients, make_optimizer
-from models.training.resume import moved_state, next_homes
+from models.training.resume import moved_state
 from models.training.source import preset_config
 from models.training.step import loss_and_gradients, next_token_loss
 
@@ -44,9 +44,6 @@ KEEP_MEMORY = ":".join(
     f"glibc.malloc.{option}" for option in ("mmap_max=0", f"trim_threshold={2**36}", "arena_max=1", "hugetlb=1")
 )
 """Make the allocator keep large buffers, as on accelerators; otherwise every step faults their pages again."""
-
-RELEASE_MEMORY = "glibc.malloc.arena_max=1"
-"""Make the allocator return large buffers to the system."""
 
 CONFIG = TrainConfig(
     model=ModelConfig(num_layers=2, embed_dim=128, num_heads=4, mlp_dim=768, num_experts=8, experts_per_token=2),
@@ -81,13 +78,6 @@ SYSTEMS: dict[str, System] = {
     "hybridep": hybridep(replica_slots=4),
 }
 """Dropless systems."""
-
-CASES = {name: Case(system) for name, system in SYSTEMS.items()} | {
-    **{f"capacity {factor}": Case(plain(), capacity_factor=factor) for factor in (1.0, 1.25, 2.0)},
-    "router bias": Case(plain(), bias_rate=1e-3),
-    "aux loss": Case(plain(), aux_loss=1e-2),
-}
-"""All programs of the training table."""
 
 DOMAIN_CASES = {
     "plain": Case(plain()),
@@ -129,10 +119,13 @@ class Program:
         self.config, self.case = config, case
         self.mesh, self.topology, self.system = layout(case, mesh)
         mesh = self.mesh
-        init, step = _functions(case, config, mesh, self.topology, self.system, records)
-        shapes = nnx.eval_shape(init)
-        shardings, everywhere = state_shardings(shapes, mesh), NamedSharding(mesh, PartitionSpec())
-        self.make = jax.jit(init, out_shardings=shardings).lower().compile()
+        init, step, self.model = _functions(case, config, mesh, self.topology, self.system, records)
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        seed = jax.ShapeDtypeStruct((), np.uint32, sharding=everywhere)
+        shapes = nnx.eval_shape(init, seed)
+        shardings = state_shardings(shapes, mesh)
+        self.make = jax.jit(init, out_shardings=shardings).lower(seed).compile()
+        self.evaluate = jax.jit(self._loss, out_shardings=everywhere, compiler_options=compiler_options(mesh))
         self.states: dict[str, nnx.State] = {}
         self.placed = {OWN: self._bias(OWN, everywhere)}
         self.everywhere = everywhere
@@ -152,21 +145,22 @@ class Program:
         found = self.program.memory_analysis()
         return int(found.argument_size_in_bytes + found.temp_size_in_bytes)
 
+    def initial(self, seed: int) -> nnx.State:
+        """Return the state before the first step."""
+        return self.make(jax.make_array_from_callback((), self.everywhere, lambda _: np.uint32(seed)))
+
     def state(self, name: str) -> nnx.State:
         """Return a state, initialized at first."""
         if name not in self.states:
-            self.states[name] = self.make()
+            self.states[name] = self.initial(self.config.seed)
         return self.states[name]
+
+    def _loss(self, state: nnx.State, tokens: jax.Array) -> jax.Array:
+        return next_token_loss(self.model(state), tokens)[0]
 
     def relocate(self, permutation: np.ndarray) -> None:
         """Initialize the state of replayed routing with the experts of each layer in other places."""
-        self.states["replayed"] = self.move(self.make(), permutation)
-
-    def relocate_by_loads(self, name: str = "own") -> None:
-        """Relocate the experts of a state by their running loads, if the system relocates."""
-        if self.system.relocates:
-            state = self.states[name]
-            self.states[name] = self.move(state, next_homes(state, self.config, self.topology))
+        self.states["replayed"] = self.move(self.initial(self.config.seed), permutation)
 
     def _bias(self, record: float, sharding: NamedSharding) -> jax.Array:
         value = np.full(self.config.model.num_experts, record, np.float32)
@@ -187,14 +181,14 @@ class Program:
 
 def _functions(
     case: Case, config: TrainConfig, mesh: Mesh, topology: Topology, system: System, records: np.ndarray
-) -> tuple[Callable, Callable]:
-    """Return functions `() -> state` and `(state, tokens, records of layers) -> (state, loss, statistics)`."""
+) -> tuple[Callable, Callable, Callable]:
+    """Return functions `seed -> state`, `(state, tokens, records) -> (state, loss, statistics)`, `state -> model`."""
     model_config = dataclasses.replace(config.model, aux_loss=case.aux_loss, bias_rate=case.bias_rate)
     top_k = TopK(config.model.experts_per_token, capacity_factor=case.capacity_factor, selection_bias=True)
     router = Replayed(router=top_k, records=records, capacity_factor=case.capacity_factor)
 
-    def create() -> tuple[Decoder, nnx.Optimizer]:
-        rngs = nnx.Rngs(config.seed)
+    def create(seed: jax.Array) -> tuple[Decoder, nnx.Optimizer]:
+        rngs = nnx.Rngs(jax.random.key(seed))
         model = Decoder(preset_config(model_config), mesh=mesh, topology=topology, system=system, rngs=rngs)
         if not case.bias_rate:
             for block in model.blocks:
@@ -202,7 +196,7 @@ def _functions(
                 block.moe.bias = nnx.data(RouterBias(jnp.full(config.model.num_experts, OWN)))
         return model, nnx.Optimizer(model, make_optimizer(config), wrt=nnx.Param)
 
-    graph, _ = nnx.split(nnx.eval_shape(create))
+    graph, _ = nnx.split(nnx.eval_shape(create, jax.ShapeDtypeStruct((), np.uint32)))
 
     def step(state: nnx.State, tokens: jax.Array, of_layers: list[jax.Array]) -> tuple[nnx.State, jax.Array, Any]:
         model, optimizer = nnx.merge(graph, state)
@@ -222,7 +216,7 @@ def _functions(
             model.update_bias(stats, case.bias_rate)
         return nnx.state((model, optimizer)), loss, stats
 
-    return lambda: nnx.state(create()), step
+    return lambda seed: nnx.state(create(seed)), step, lambda state: nnx.merge(graph, state)[0]
 
 
 def _loss_without_experts(model: Decoder, tokens: jax.Array) -> jax.Array:
@@ -254,13 +248,15 @@ class Testbed:
         self.group.limit(cores)
         barrier("after limits")
 
-    def compiled(self, cases: Mapping[str, Case], records: np.ndarray) -> dict[str, Program]:
+    def compiled(
+        self, cases: Mapping[str, Case], records: np.ndarray, config: TrainConfig = CONFIG
+    ) -> dict[str, Program]:
         """Compile the programs of cases, the same on all ranks, and return the memory of compilation to the system."""
         from benchmarks.network.jax_ranks import check_same_program
 
         programs = {}
         for name, case in cases.items():
-            programs[name] = Program(case, CONFIG, self.mesh, records)
+            programs[name] = Program(case, config, self.mesh, records)
             check_same_program(programs[name].lowered.as_text())
             self.say(f"{name}: compiled")
         release_memory()

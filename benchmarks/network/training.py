@@ -1,10 +1,9 @@
 """Training on four ranks with CPU quotas and shaped links: predicted by the simulator, then measured.
 
     python -m benchmarks.network training calibrate 2    # rates of the testbed, from other sizes
-    python -m benchmarks.network training predict 2      # twenty predictions; commit them
-    python -m benchmarks.network training measure 2      # the same twenty
+    python -m benchmarks.network training predict 2      # predictions; commit them
+    python -m benchmarks.network training measure 2      # the same points
     python -m benchmarks.network training compare 2      # predictions beside measurements
-    python -m benchmarks.network training again 2        # the same, predicted by the simulator of today
 
 Run it as root, or with user namespaces and writable control groups (see `testbed.py`).
 """
@@ -52,7 +51,7 @@ from benchmarks.render.results import Table, Value, merge, read, save, spread
 from jax_moe_lb import System
 from jax_moe_lb.balancers import Exact
 from jax_moe_lb.collectives.ragged_all_to_all import ragged_all_to_all
-from jax_moe_lb.sim import Cluster, Links, Migration, mean_report, replay
+from jax_moe_lb.sim import Cluster, Links, Migration, Report, mean_report, replay
 from jax_moe_lb.sim.config import load_config
 from jax_moe_lb.sim.measure import HIDDEN, median_s
 
@@ -260,16 +259,36 @@ def without_rates(system: System) -> System:
     return replace(system, balancer=replace(system.balancer, cost=None))
 
 
-def predicted_s(case: Case, routing: str, steps: int, calibration: dict[str, Any]) -> tuple[float, float, float]:
-    """Return the mean predicted seconds of a step, and the imbalance before and after."""
+def predicted_step(case: Case, routing: str, steps: int, calibration: dict[str, Any]) -> Report:
+    """Return the predicted mean step of a routing."""
     assert case.system is not None
-    model, cluster = replace(MODEL, other_s=calibration["rest_s"]), cluster_of(calibration)
     counts = counts_of(routing)[:steps]
     if case.system.relocates:
         counts = np.take_along_axis(counts, relocation(routing, steps)[None, :, None], 3)
+    return replayed_step(case, counts, calibration)
+
+
+def replayed_step(case: Case, counts: np.ndarray, calibration: dict[str, Any]) -> Report:
+    """Return the predicted mean step of counts `[steps, layers, R, E]`."""
+    tokens, (level, *inner) = int(counts[0, 0, 0].sum()) // MODEL.per_token, cluster_of(calibration).levels[::-1]
+    num_ranks = counts.shape[2]
+    if not inner:
+        level = replace(level, size=num_ranks)
+    cluster = replace(cluster_of(calibration), levels=(*inner[::-1], level))
+    # The step without experts is measured at the tokens of `MODEL`.
+    model = replace(MODEL, tokens=tokens, other_s=calibration["rest_s"] * tokens / MODEL.tokens)
     migration = Migration(GATHERED) if case.gathers else Migration()
-    found = mean_report(list(replay(without_rates(case.system), model, cluster, counts, migration=migration)))
-    return found.step_s, found.imbalance_before, found.imbalance_after
+    return mean_report(list(replay(without_rates(case.system), model, cluster, counts, migration=migration)))
+
+
+EXCHANGES = ("counts", "dispatch", "combine", "weights", "gradients")
+"""Stages of the simulator that are exchanges, forward and backward."""
+
+
+def exchange_share(step: Report) -> float:
+    """Return the share of exchanges in the time of a step, in percent."""
+    stages = {name: of.exposed_s for name, of in step.stages.items() if name.partition(" (")[0] in EXCHANGES}
+    return 100 * sum(stages.values()) / step.step_s
 
 
 PREDICTED = {
@@ -279,6 +298,7 @@ PREDICTED = {
     "imbalance before": ".2f",
     "after": ".2f",
     "predicted ms": ".0f",
+    "exchanges %": ".0f",
 }
 
 
@@ -287,8 +307,9 @@ def predictions(number: int, calibration: dict[str, Any]) -> Table:
     rows: list[list[Value]] = []
     for part in ROUNDS[number].parts:
         for rate, routing, name in itertools.product(part.rates, part.routings, part.cases):
-            step_s, before, after = predicted_s(part.cases[name], routing, ROUNDS[number].steps, calibration[str(rate)])
-            rows.append([rate / 1e6, routing, name, before, after, step_s * 1e3])
+            step = predicted_step(part.cases[name], routing, ROUNDS[number].steps, calibration[str(rate)])
+            times = [step.imbalance_before, step.imbalance_after, 1e3 * step.step_s, exchange_share(step)]
+            rows.append([rate / 1e6, routing, name, *times])
     return Table(PREDICTED, rows)
 
 
@@ -364,12 +385,6 @@ def compare(number: int, folder: Path) -> dict[str, Table]:
     return compared(predicted, measured_points(number, folder))
 
 
-def again(number: int, folder: Path) -> dict[str, Table]:
-    """Summarize predictions by the simulator of today, compared with the measurements of a round."""
-    calibration = json.loads((folder / f"calibration_{number}.json").read_text())
-    return {"summary": compared(predictions(number, calibration), measured_points(number, folder))["summary"]}
-
-
 def measured_points(number: int, folder: Path) -> list[dict[str, Any]]:
     """Return the measurements of a round on all networks, with the seconds of the slowest rank."""
     files = [folder / f"measured_{number}_{at}.json" for at in range(len(ROUNDS[number].parts))]
@@ -377,8 +392,8 @@ def measured_points(number: int, folder: Path) -> list[dict[str, Any]]:
     return [point for of_ranks in found for point in slowest(of_ranks)]
 
 
-REPORTS = {"predict": predict, "compare": compare, "again": again}
-NAMES = {"predict": "predicted", "compare": "measured", "again": "again"}
+REPORTS = {"predict": predict, "compare": compare}
+NAMES = {"predict": "predicted", "compare": "measured"}
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.network.replayed import recorded
 from benchmarks.network.testbed import CONFIG, DOMAIN_CASES, NUM_RANKS, SYSTEMS, Case
-from jax_moe_lb import Topology
+from jax_moe_lb import Topology, exact, plain
 from jax_moe_lb.planners import plan_relocation
 from jax_moe_lb.sim import LoadShape, ModelShape, skewed_counts
 
@@ -42,11 +42,16 @@ class Points(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """Twenty points."""
+    """Points that are predicted and measured together."""
 
     parts: tuple[Points, ...]
     steps: int = STEPS
 
+
+GAIN_ROUND = 4
+GAIN_RATES, GAIN_CASES = (1000e6, 2000e6, 8000e6), {"plain": Case(plain()), "exact": Case(exact())}
+GAIN_ROUTINGS = {f"popular ranks, {imbalance}": imbalance for imbalance in (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)}
+"""Imbalance of the ranks by the name of its routing."""
 
 FLAT_CASES = {name: Case(system) for name, system in SYSTEMS.items()}
 
@@ -60,7 +65,9 @@ ROUNDS = {
         ),
         steps=2,
     ),
+    GAIN_ROUND: Round((Points(GAIN_RATES, tuple(GAIN_ROUTINGS), GAIN_CASES),), steps=2),
 }
+"""Three rounds of twenty points, and the round of the gain by imbalance."""
 
 ROUTINGS = tuple(routing for of in ROUNDS.values() for part in of.parts for routing in part.routings)
 """Routings of all rounds. Programs contain the counts of all, so all rounds run the same programs."""

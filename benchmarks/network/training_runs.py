@@ -1,51 +1,145 @@
-"""Runs of the training table: their cases, counts and curves, and the steps that the testbed times."""
+"""Runs of the training tables: systems and router losses, workloads, curves, and the counts that the testbed times."""
 
-from collections.abc import Mapping
+import dataclasses
 from functools import cache
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.network.replayed import recorded
-from benchmarks.network.testbed import CASES, CONFIG, DOMAIN_CASES, NUM_RANKS
-from benchmarks.network.training_rounds import TRACES
+from benchmarks.network.testbed import CONFIG, NUM_RANKS, SYSTEMS, Case
+from jax_moe_lb import Buffers, plain
 from jax_moe_lb.routing.more_routers import capacity
+from models.config import BatchConfig, TrainConfig
+from models.data.corpus import Corpus
+from models.data.sources import default_corpus
 
-STEPS, INTERVAL = 1000, 50
-"""Steps of a run, and steps of an interval; the testbed times the middle one of each interval."""
+STEPS = 1000
+"""Steps of a run."""
 
-TIMED = tuple(range(INTERVAL // 2 - 1, STEPS, INTERVAL))
-"""Indices of the timed steps."""
+SEEDS = 3
 
 BATCH_TOKENS = 256
 """Tokens of each rank in a step of the curves."""
 
+LENGTH = 128
+"""Tokens of a sequence."""
+
 WINDOW = 100
 """Steps of a mean loss."""
 
-RECORDING = TRACES / "free_0.npz"
+TUNED, CUSTOMARY = 1e-1, 1e-2
+"""Weights of the auxiliary loss: with the lowest validation loss of `SWEEP`, and of Switch Transformer."""
 
-FLAT, DOMAINS = "", ", two domains"
-"""Ends of the names of runs on each network."""
+SWEEP = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
+"""Weights of the auxiliary loss to choose from."""
+
+AUX = f" + aux {TUNED:g}"
+"""End of the name of runs with the tuned loss."""
+
+LOSSES: dict[str, dict[str, float]] = {
+    "": {},
+    AUX: {"aux_loss": TUNED},
+    f" + aux {CUSTOMARY:g}": {"aux_loss": CUSTOMARY},
+    " + bias": {"bias_rate": 1e-3},
+}
+"""Options of the router by the end of a run's name."""
 
 RUNS = {
-    FLAT: CASES,
-    DOMAINS: {f"{name}{DOMAINS}": DOMAIN_CASES[name] for name in ("plain", "two_tier", "hybridep")},
+    f"{system}{end}": Case(SYSTEMS[system], **options)
+    for end, options in LOSSES.items()
+    for system in ("plain", "exact", "ultraep")
+} | {f"capacity 1.25{AUX}": Case(plain(), capacity_factor=1.25, aux_loss=TUNED)}
+"""Runs on the usual workload."""
+
+BASE = f"plain{AUX}"
+"""Run that others are compared with: `plain` with the tuned loss."""
+
+ROOMY = f"plain, headroom 1.5{AUX}"
+"""`BASE` with buffers that take its loads in one round, in more memory."""
+
+WHOLE = BASE, ROOMY, f"exact{AUX}"
+"""Runs that are timed whole."""
+
+TRAINED = (f"ultraep{AUX}", "plain", "exact", "ultraep", "plain + bias", f"capacity 1.25{AUX}")
+TIMED = (*WHOLE, *TRAINED)
+"""Runs on the usual workload whose steps are timed."""
+
+CASES = RUNS | {ROOMY: Case(plain().replace(buffers=Buffers(headroom=1.5)), aux_loss=TUNED)}
+"""All programs. `ROOMY` trains as `BASE`."""
+
+USUAL, ROLLOUT = "usual", "replayed rollout"
+TEXT, FREE = "another text", "another text, loss ended"
+QUARTER, TWICE = "a quarter of the batch", "twice the ranks"
+"""Names of workloads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Text, batch and ranks of a run."""
+
+    num_ranks: int = NUM_RANKS
+    length: int = LENGTH
+    changes_text: bool = False
+    ends_loss: bool = False
+    steps: int = STEPS
+
+    @property
+    def config(self) -> TrainConfig:
+        """Configuration of the run: a sixteenth of the testbed's batch."""
+        parallel = dataclasses.replace(CONFIG.parallel, expert_parallel=self.num_ranks)
+        batch = BatchConfig(size=BATCH_TOKENS * NUM_RANKS // LENGTH, sequence_length=self.length)
+        return dataclasses.replace(CONFIG, batch=batch, parallel=parallel)
+
+    def corpus(self, step: int) -> Corpus:
+        """Return the text of a step."""
+        if not self.changes_text:
+            return usual_text()
+        return sources() if step < self.change else documentation()
+
+    @property
+    def change(self) -> int:
+        """Return the first step with another text, or without a router loss."""
+        return self.steps // 2
+
+
+WORKLOADS = {
+    USUAL: Workload(),
+    TEXT: Workload(changes_text=True, steps=600),
+    FREE: Workload(changes_text=True, ends_loss=True, steps=600),
+    QUARTER: Workload(length=LENGTH // 4, steps=600),
+    TWICE: Workload(num_ranks=2 * NUM_RANKS, steps=600),
 }
-"""Runs on each network."""
-
-OWN, REPLAYED = "own", "replayed"
 
 
-def runs(routing: str, network: str) -> list[str]:
-    """Return the names of the runs with a routing on a network."""
-    # Bias and auxiliary loss change the training of the router alone.
-    return [name for name, case in RUNS[network].items() if routing == OWN or not (case.bias_rate or case.aux_loss)]
+@cache
+def usual_text() -> Corpus:
+    """Return the corpus of the testbed."""
+    return default_corpus(CONFIG.data.max_corpus_bytes)
+
+
+@cache
+def documentation() -> Corpus:
+    """Return the help topics of Python, English text."""
+    return Corpus.of_text(_topics(), "help topics")
+
+
+@cache
+def sources() -> Corpus:
+    """Return the rest of the usual text, Python sources."""
+    (part,) = usual_text().parts
+    (stream,) = part.streams
+    text = np.asarray(stream.tokens[len(_topics()) :], np.uint8).tobytes()
+    return Corpus.of_text(text, "standard library")
+
+
+def _topics() -> bytes:
+    return "\n\n".join(topics[name] for name in sorted(topics)).encode()
 
 
 class Curve(NamedTuple):
-    """Every step of a run."""
+    """Every step of a run, and its validation loss at the end."""
 
     loss: np.ndarray
     dropped: np.ndarray
@@ -53,9 +147,13 @@ class Curve(NamedTuple):
     after: np.ndarray
     rounds: np.ndarray
     counts: np.ndarray
+    validation: np.ndarray
 
 
-Curves = Mapping[str, Curve]
+def imbalance(counts: np.ndarray) -> np.ndarray:
+    """Return `max / mean` of the ranks' load at home of counts `[..., R, E]`."""
+    load = counts.sum(-2).reshape(*counts.shape[:-2], counts.shape[-2], -1).sum(-1)
+    return np.asarray(load.max(-1) / load.mean(-1))
 
 
 def last_mean(loss: np.ndarray) -> float:
@@ -63,41 +161,57 @@ def last_mean(loss: np.ndarray) -> float:
     return float(loss[-WINDOW:].mean())
 
 
-def save_curves(curves: Curves, path: Path) -> None:
-    """Write curves."""
-    arrays = {f"{name}/{field}": of for name, curve in curves.items() for field, of in curve._asdict().items()}
-    np.savez_compressed(path, **arrays)
+def dropped_percent(curve: Curve) -> float:
+    """Return the dropped copies of all copies, in percent."""
+    layers = curve.counts.shape[1]
+    copies = BATCH_TOKENS * NUM_RANKS * CONFIG.model.experts_per_token * layers
+    return float(100 * curve.dropped.mean() / copies)
 
 
-def load_curves(path: Path) -> dict[str, Curve]:
-    """Return the curves of a file, none if it does not exist."""
-    if not path.exists():
-        return {}
+class Key(NamedTuple):
+    """A run."""
+
+    run: str
+    workload: str = USUAL
+    seed: int = 0
+
+    def path(self, folder: Path) -> Path:
+        """Return the file of the curve; the headroom of buffers does not change it."""
+        run = BASE if self.run == ROOMY else self.run
+        return folder / f"{self.workload}, {run}, {self.seed}.npz"
+
+
+def save_curve(curve: Curve, path: Path) -> None:
+    """Write a curve; a killed process leaves no part of a file under this name."""
+    part = path.with_suffix(".part.npz")
+    np.savez_compressed(part, **curve._asdict())
+    part.rename(path)
+
+
+def load_curve(path: Path) -> Curve:
+    """Return the curve of a file."""
     with np.load(path) as file:
-        names = dict.fromkeys(key.rpartition("/")[0] for key in file.files)
-        return {name: Curve(*(file[f"{name}/{field}"] for field in Curve._fields)) for name in names}
+        return Curve(*(file[field] for field in Curve._fields))
 
 
-@cache
-def recorded_counts(num_tokens: int) -> np.ndarray:
-    """Return the counts `[steps, layers, R, E]` of the recording, for a number of tokens of each rank."""
-    shape = CONFIG.model.num_layers, NUM_RANKS, CONFIG.model.num_experts
-    return recorded(RECORDING, shape, num_tokens, CONFIG.model.experts_per_token)
+def seeds_of(folder: Path, run: str, workload: str = USUAL) -> list[Curve]:
+    """Return the curves of a run's seeds that exist."""
+    paths = (Key(run, workload, seed).path(folder) for seed in range(SEEDS))
+    return [load_curve(path) for path in paths if path.exists()]
 
 
-def timed_counts(name: str, network: str, curves: Curves, num_tokens: int) -> np.ndarray:
-    """Return the counts `[len(TIMED), layers, R, E]` of the timed steps of a run."""
-    counts = curve_of(name, curves).counts[list(TIMED)]
-    per_token, factor = CONFIG.model.experts_per_token, RUNS[network][name].capacity_factor
-    if factor is not None:
-        limit = capacity(factor, BATCH_TOKENS * per_token, CONFIG.model.num_experts)
+SCALE = CONFIG.tokens_per_step // NUM_RANKS // BATCH_TOKENS
+"""Tokens of the testbed over those of the curves."""
+
+
+def timed_counts(case: Case, curve: Curve, number: int) -> np.ndarray:
+    """Return counts `[number, layers, R, E]` of the testbed's batch, of steps in the middle of equal intervals."""
+    interval, per_token = len(curve.counts) // number, CONFIG.model.experts_per_token
+    counts = curve.counts[interval // 2 :: interval][:number]
+    if case.capacity_factor is not None:
+        limit = capacity(case.capacity_factor, BATCH_TOKENS * per_token, CONFIG.model.num_experts)
         counts = with_dropped(counts, limit, BATCH_TOKENS, per_token)
-    return counts * (num_tokens // BATCH_TOKENS)
-
-
-def curve_of(name: str, curves: Curves) -> Curve:
-    """Return the curve of a run; `plain` trains equally on both networks."""
-    return curves["plain" if name == f"plain{DOMAINS}" else name]
+    return counts * SCALE
 
 
 def with_dropped(kept: np.ndarray, limit: int, num_tokens: int, per_token: int) -> np.ndarray:

@@ -1,20 +1,22 @@
-"""Speed, memory and stages of the runs of `training curves` on four ranks with CPU quotas and shaped links.
+"""Speed of runs of `training curves` on four ranks with CPU quotas and shaped links, and two whole runs.
 
-    python -m benchmarks.training curves --curves runs/training_curves    # counts of every step
-    python -m benchmarks.network training_speed measure    # seconds of twenty steps of each run, and profiles
-    python -m benchmarks.network training_speed memory     # resident memory of a step of each system
+    python -m benchmarks.training curves train             # counts of every step
+    python -m benchmarks.network training_speed predict    # gains of workloads; commit them
+    python -m benchmarks.network training_speed measure    # seconds of ten steps of each run, and of two whole runs
     python -m benchmarks.network training_speed table      # all tables
 
-A step replays the counts of a step of the run, times the ratio of the batches, so any step can be timed without those
-before it. Run it as root, or with user namespaces and writable control groups (see `testbed.py`).
+A step of a run replays the counts of a step of its curve, times the ratio of the batches, so any step can be timed
+without those before it. The two whole runs train with their own routing. Run it as root, or with user namespaces and
+writable control groups (see `testbed.py`).
 """
 
 import argparse
+import dataclasses
 import json
 import os
-import re
+import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,43 +24,79 @@ from typing import Any
 import numpy as np
 
 from benchmarks.network import sandbox
+from benchmarks.network.gains import GAINS, break_even, gain_rows
 from benchmarks.network.stages import seconds_by_operation, seconds_by_stage
 from benchmarks.network.testbed import (
     CONFIG,
     CORES,
     KEEP_MEMORY,
     NUM_RANKS,
-    RELEASE_MEMORY,
-    Case,
     Program,
     Testbed,
-    release_memory,
     run,
 )
-from benchmarks.network.training import slowest
-from benchmarks.network.training_rounds import NUM_TOKENS, records
-from benchmarks.network.training_runs import (
-    BATCH_TOKENS,
-    DOMAINS,
-    FLAT,
-    INTERVAL,
-    OWN,
-    REPLAYED,
-    RUNS,
-    WINDOW,
-    Curve,
-    Curves,
-    curve_of,
-    last_mean,
-    load_curves,
-    runs,
-    timed_counts,
+from benchmarks.network.training import (
+    ALL_ROUNDS,
+    RAW,
+    RESULTS,
+    exchange_share,
+    measured_points,
+    replayed_step,
+    slowest,
+    step_ms,
 )
-from benchmarks.render.results import Table, Value, spread
+from benchmarks.network.training_rounds import GAIN_ROUND, GAIN_ROUTINGS, counts_of
+from benchmarks.network.training_runs import (
+    AUX,
+    BASE,
+    CASES,
+    FREE,
+    QUARTER,
+    ROLLOUT,
+    ROOMY,
+    TEXT,
+    TIMED,
+    TWICE,
+    USUAL,
+    WHOLE,
+    WINDOW,
+    WORKLOADS,
+    Curve,
+    Key,
+    dropped_percent,
+    imbalance,
+    last_mean,
+    load_curve,
+    timed_counts,
+    usual_text,
+)
+from benchmarks.render.results import Table, Value, merge, read, save, spread
+from models.data.corpus import Batches, place_rows, rows_here
+from models.data.sources import default_corpus
+from models.mesh import batch_sharding
+
+TIMED_WORKLOADS = (TEXT, FREE, QUARTER, ROLLOUT)
+"""Workloads of four ranks with text, timed with the runs of `WHOLE`; routings of given imbalances without `BASE`."""
+
+RATE = 2000e6
+"""Rate of a link, in bits per second."""
+
+PASSES, PER_PASS = 4, 2
+"""Interleaved passes, and steps of a run in each."""
+
+BLOCK = 10
+"""Steps of a whole run before the other one continues."""
+
+Point = tuple[str, str]
+"""Workload and run."""
+
+
+# ---- tables ----------------------------------------------------------------------
 
 SPEEDS = {
     "run": "",
-    "tokens/s over plain": ".2f",
+    "tokens/s over plain with the loss": ".2f",
+    "over plain without it": ".2f",
     "tokens/s": ",.0f",
     "loss after all steps": ".4f",
     "steps at equal time": "d",
@@ -73,50 +111,34 @@ SPEEDS = {
 
 
 def speeds(
-    points: Sequence[Mapping[str, Any]],
-    curves: Curves,
-    peaks: Mapping[str, float],
+    seconds: Mapping[str, np.ndarray],
+    curves: Mapping[str, Curve],
+    memory: Mapping[str, int],
     profiles: Mapping[str, Mapping[str, float]],
 ) -> Table:
-    """Return speed, loss and balance of each run.
+    """Return speed, loss and balance of each run from the seconds `[passes, steps]` of its timed steps.
 
-    Equal time is the longest time in which no run of a network takes all its steps. The speeds of a pass are ratios to
-    `plain` of the same pass and network.
+    Equal time is the longest time in which no run takes all its steps. Ratios of speeds are inside a pass.
     """
-    seconds: dict[tuple[str, str], list[list[float]]] = defaultdict(list)
-    for one in points:
-        seconds[one["network"], one["run"]].append(one["seconds"])
-    at = {key: elapsed_s(np.array(of)) for key, of in seconds.items()}
+    at = {name: elapsed_s(of, len(curves[name].loss)) for name, of in seconds.items()}
+    equal_s = min(times[-1] for times in at.values())
     rows: list[list[Value]] = []
-    equal_of: dict[str, int] = {}
-    for (network, name), of in seconds.items():
-        curve = curve_of(name, curves)
-        equal_s = min(times[-1] for (other, _), times in at.items() if other == network)
-        steps = int(np.searchsorted(at[network, name], equal_s, side="right"))
-        equal_of.setdefault(network, steps)
-        mean_s = np.mean(of, 1)
-        plain_s = np.mean(seconds[network, f"plain{network}"], 1)
-        speed = [spread(plain_s / mean_s), spread(CONFIG.tokens_per_step / mean_s)]
+    for name, of in seconds.items():
+        curve, steps = curves[name], int(np.searchsorted(at[name], equal_s, side="right"))
+        speed = [spread(seconds[other].mean(1) / of.mean(1)) for other in (BASE, "plain")]
+        speed.append(spread(CONFIG.tokens_per_step / of.mean(1)))
         loss = last_mean(curve.loss), steps, last_mean(curve.loss[:steps])
-        rows.append([name, *speed, *loss, *balance(curve), peaks[name] / 1e6, *shares(profiles[name])])
-    flat, domains = equal_of.values()
-    note = (
-        f"Losses are means of the last {WINDOW} steps. Equal time is that of {flat} steps of plain, and of {domains} "
-        "on two domains."
-    )
+        balance = dropped_percent(curve), float(curve.before.mean()), float(curve.after.mean())
+        rows.append([name, *speed, *loss, *balance, memory[program_of(name)] / 1e6, *shares(profiles[name])])
+    (first,) = (row[5] for row in rows if row[0] == BASE)
+    note = f"Losses are means of the last {WINDOW} steps. Equal time is that of {first} steps of {BASE}."
     return Table(SPEEDS, rows, notes=[note])
 
 
-def elapsed_s(seconds: np.ndarray) -> np.ndarray:
-    """Return the seconds from the start of a run to the end of each step."""
+def elapsed_s(seconds: np.ndarray, steps: int) -> np.ndarray:
+    """Return the seconds from the start of a run to the end of each step, from `[passes, steps]` timed steps."""
     in_order = seconds.T.reshape(-1)
-    return np.cumsum(np.repeat(in_order, INTERVAL))
-
-
-def balance(curve: Curve) -> list[float]:
-    """Return the dropped copies in percent, and the imbalance before and after, means of all steps."""
-    copies = BATCH_TOKENS * NUM_RANKS * CONFIG.model.experts_per_token * CONFIG.model.num_layers
-    return [float(100 * curve.dropped.mean() / copies), float(curve.before.mean()), float(curve.after.mean())]
+    return np.cumsum(np.repeat(in_order, steps // in_order.size))
 
 
 def shares(profile: Mapping[str, float]) -> list[float]:
@@ -126,178 +148,255 @@ def shares(profile: Mapping[str, float]) -> list[float]:
     return [100 * profile.get("experts", 0.0) / total, 100 * exchanges / total]
 
 
-STAGES = {
-    "experts": ("experts",),
-    "rows": ("dispatch: exchange", "combine: exchange"),
-    "weights": ("weights: exchange", "weights"),
-    "counts, with the wait for the slowest rank": ("counts: exchange",),
-    "sums of gradients, with the wait": ("router: exchange", "rest: exchange"),
+def workloads(seconds: Mapping[Point, np.ndarray], predicted: Table) -> Table:
+    """Return predicted and measured gains of `exact` on each workload, with the tuned loss."""
+    rows: list[list[Value]] = []
+    for workload, *of in predicted.rows:
+        *others, exact = (seconds.get((str(workload), name)) for name in WHOLE)
+        gains = [None if of is None or exact is None else spread(of.mean(1) / exact.mean(1)) for of in others]
+        rows.append([workload, *of, *gains])
+    columns = {f"over {name}, measured": ".2f" for name in ("plain", "headroom 1.5")}
+    return Table({**predicted.columns, **columns}, rows)
+
+
+def over_headroom(on_workloads: Table) -> list[list[Value]]:
+    """Return the rows of given imbalances as gains over `plain` with more headroom."""
+    name = ROOMY.removesuffix(AUX)
+    found = {GAIN_ROUTINGS[str(row[0])]: row for row in on_workloads.rows if row[0] in GAIN_ROUTINGS}
+    return [[name, RATE / 1e6, level, row[2], row[4], row[-1]] for level, row in found.items()]
+
+
+def whole_runs(blocks: Mapping[str, Mapping[str, list[float]]]) -> Table:
+    """Return the speed of whole runs, with the range of the ratios of consecutive blocks."""
+    rows: list[list[Value]] = []
+    times = {name: np.array(of["seconds"]) for name, of in blocks.items()}
+    for name, of in blocks.items():
+        steps = BLOCK * len(of["seconds"])
+        speed = CONFIG.tokens_per_step * steps / times[name].sum()
+        ratios = times[BASE] / times[name]
+        gain = [float(times[BASE].sum() / times[name].sum()), float(ratios.min()), float(ratios.max())]
+        mean = [float(np.mean(of[part])) for part in ("before", "after")]
+        rows.append([name, steps, gain, speed, float(times[name].sum()), last_mean(np.array(of["loss"])), *mean])
+    return Table(WHOLE_COLUMNS, rows)
+
+
+WHOLE_COLUMNS = {
+    "run": "",
+    "steps": "d",
+    "tokens/s over plain with the loss": ".2f",
+    "tokens/s": ",.0f",
+    "seconds": ",.0f",
+    "loss": ".4f",
+    "imbalance before": ".2f",
+    "after": ".2f",
 }
 
 
-def stages(profiles: Mapping[str, Mapping[str, float]]) -> Table:
-    """Return the share of each stage in the profiled steps of rank 0, in percent."""
+# ---- predictions -----------------------------------------------------------------
+
+PREDICTED = {
+    "workload": "",
+    "imbalance": ".2f",
+    "exchanges %": ".0f",
+    "over plain, predicted": ".2f",
+    "over headroom 1.5, predicted": ".2f",
+}
+
+
+def predictions(folder: Path, calibration: Mapping[str, Any]) -> Table:
+    """Return the predicted gain of `exact` on each workload."""
     rows: list[list[Value]] = []
-    for name, of in profiles.items():
-        total = sum(of.values())
-        parts = [100 * sum(of.get(part, 0.0) for part in stage) / total for stage in STAGES.values()]
-        rows.append([name, *parts, 100 - sum(parts)])
-    return Table({"run": "", **dict.fromkeys(STAGES, ".0f"), "the rest of the model": ".0f"}, rows)
+    for workload in (USUAL, *TIMED_WORKLOADS, TWICE, *GAIN_ROUTINGS):
+        counts = counts_on(workload, folder)
+        plain, roomy, exact = (replayed_step(CASES[name], counts, dict(calibration)) for name in WHOLE)
+        level, gains = float(imbalance(counts).mean()), [of.step_s / exact.step_s for of in (plain, roomy)]
+        rows.append([workload, level, exchange_share(plain), *gains])
+    return Table(PREDICTED, rows)
 
 
-def memory(bytes_of: Mapping[str, int], peaks: Mapping[str, float]) -> Table:
-    """Return the memory of each program on one rank."""
-    rows: list[list[Value]] = []
-    for name, compiled in bytes_of.items():
-        pairs = [(compiled, bytes_of["plain"]), (peaks[name], peaks["plain"])]
-        rows.append([name, *(value for each, plain in pairs for value in (each / 1e6, each / plain))])
-    columns = {"run": ""}
-    for kind in ("compiled", "measured"):
-        columns |= {f"{kind} MB per rank": ".0f", f"{kind} over plain": ".2f"}
-    return Table(columns, rows)
+def counts_on(workload: str, folder: Path) -> np.ndarray:
+    """Return counts `[steps, layers, R, E]` of a run with the tuned loss, or with a given imbalance.
 
-
-STEPS = 2
-STATUS = Path("/proc/self/status")
-
-
-def measured_peak(bed: Testbed, case: Case) -> int:
-    """Return the bytes of state and temporaries of a rank: the peak of the process over that of the compiled program.
-
-    The allocator returns freed memory before, so that the memory of compilation does not count.
+    Steps are of the whole usual run, and of the second half of runs of other workloads.
     """
-    from models.data.sources import default_corpus
+    if workload in GAIN_ROUTINGS:
+        return np.resize(counts_of(workload), (PASSES * PER_PASS, *counts_of(workload).shape[1:]))
+    curve = load_curve(Key(BASE, workload).path(folder))
+    half = curve if workload == USUAL else curve._replace(counts=curve.counts[len(curve.counts) // 2 :])
+    return timed_counts(CASES[BASE], half, PASSES * PER_PASS)
 
+
+# ---- measurements ----------------------------------------------------------------
+
+Records = dict[Point, list[list[float]]]
+"""Records of each layer in every timed step."""
+
+
+def records_of(folder: Path) -> tuple[np.ndarray, Records]:
+    """Return the records `[records, R, E]` of all points, and their numbers."""
+    counts: dict[Point, np.ndarray] = {}
+    for name in TIMED:
+        counts[USUAL, name] = timed_counts(CASES[name], load_curve(Key(name).path(folder)), PASSES * PER_PASS)
+    for workload in TIMED_WORKLOADS:
+        counts |= dict.fromkeys(((workload, name) for name in WHOLE), counts_on(workload, folder))
+    for workload in GAIN_ROUTINGS:
+        counts |= dict.fromkeys(((workload, name) for name in WHOLE[1:]), counts_on(workload, folder))
+    sizes = np.cumsum([0, *(of[..., 0, 0].size for of in counts.values())])
+    numbers = {
+        point: np.arange(first, first + of[..., 0, 0].size, dtype=np.float64).reshape(of.shape[:2]).tolist()
+        for (point, of), first in zip(counts.items(), sizes, strict=False)
+    }
+    return np.concatenate([of.reshape(-1, *of.shape[2:]) for of in counts.values()]), numbers
+
+
+def program_of(name: str) -> str:
+    """Return the run with the program; a router with bias routes as its counts say."""
+    return "plain" if name == "plain + bias" else name
+
+
+def measure(bed: Testbed, given: argparse.Namespace) -> None:
+    """Write the seconds of the timed steps, interleaved, the whole runs, and the stages of two steps of each run."""
+    table, records = records_of(given.curves)
     corpus = default_corpus(CONFIG.data.max_corpus_bytes)
-    program = Program(case, CONFIG, bed.mesh, records()[0])
-    release_memory()
-    Path("/proc/self/clear_refs").write_text("5")
-    before = resident_bytes("VmRSS")
-    bed.times(program, corpus, STEPS, 1, None, 0)
-    return resident_bytes("VmHWM") - before
-
-
-def resident_bytes(name: str) -> int:
-    """Return an entry of the status of this process, in bytes."""
-    match = re.search(rf"{name}:\s+(\d+) kB", STATUS.read_text())
-    assert match is not None
-    return 1024 * int(match[1])
-
-
-RATES = {FLAT: 2000e6, DOMAINS: 800e6}
-"""Rate of a limited link on each network, in bits per second."""
-
-PASSES = 5
-"""Interleaved passes; each times every fifth of the steps."""
-
-Records = dict[tuple[str, str], list[list[float]]]
-"""Records of each layer in every timed step, by routing and run."""
-
-
-def records_of(network: str, curves: Mapping[str, Curves]) -> tuple[np.ndarray, Records]:
-    """Return the records `[records, R, E]` of all runs on a network, and their numbers."""
-    all_counts, numbers, first = list[np.ndarray](), Records(), 0
-    for routing, of_routing in curves.items():
-        for name in runs(routing, network):
-            counts = timed_counts(name, network, of_routing, NUM_TOKENS)
-            of_run = np.arange(first, first + counts[..., 0, 0].size, dtype=np.float64)
-            numbers[routing, name] = of_run.reshape(counts.shape[:2]).tolist()
-            all_counts.append(counts.reshape(-1, *counts.shape[2:]))
-            first += of_run.size
-    return np.concatenate(all_counts), numbers
-
-
-def measure(bed: Testbed, network: str, curves: Mapping[str, Curves]) -> dict[str, Any]:
-    """Return the seconds of the timed steps of all runs, interleaved, and then the stages of two steps of each."""
-    from models.data.sources import default_corpus
-
-    corpus = default_corpus(CONFIG.data.max_corpus_bytes)
-    table, records = records_of(network, curves)
-    cases = {name: case for name, case in RUNS[network].items() if not case.bias_rate}
+    small = dataclasses.replace(CONFIG, batch=dataclasses.replace(CONFIG.batch, sequence_length=QUARTER_LENGTH))
+    cases = {name: CASES[name] for name in TIMED if program_of(name) == name}
     programs = bed.compiled(cases, table)
-    bed.limits(RATES[network], CORES)
-    for program in programs.values():
-        bed.times(program, corpus, 1, 1, next(iter(records.values())), 0)
-    points: list[dict[str, Any]] = []
+    quarter = bed.compiled({name: CASES[name] for name in WHOLE}, table, small)
+    while given.after is not None and not given.after.exists():
+        time.sleep(0.5)
+    end_s = time.perf_counter() + 60 * given.minutes
+    bed.limits(RATE, CORES)
+
+    def chosen(point: Point) -> Program:
+        return quarter[point[1]] if point[0] == QUARTER else programs[program_of(point[1])]
+
+    found: dict[str, Any] = {"memory": {name: program.memory_bytes for name, program in programs.items()}}
+
+    def write(name: str, value: Any) -> None:
+        found[name] = value
+        (given.folder / f"measured.{bed.rank.index}.json").write_text(json.dumps(found))
+
+    for point, of_steps in records.items():
+        bed.times(chosen(point), corpus, 1, 1, of_steps, 0)
+    points = list[dict[str, Any]]()
     for turn in range(PASSES):
-        for (routing, name), of_steps in records.items():
-            chosen = of_steps[turn::PASSES]
-            times = bed.times(program_of(name, programs, network), corpus, len(chosen), 1, chosen, 0)
-            points.append({"turn": turn, "routing": routing, "run": name, **times})
-            bed.say(f"{turn} {routing} {name}: {np.mean(times['seconds']):.3f} s")
+        for point, of_steps in records.items():
+            times = bed.times(chosen(point), corpus, PER_PASS, 1, of_steps[turn::PASSES], 0)
+            points.append({"turn": turn, "workload": point[0], "run": point[1], **times})
+            bed.say(f"{turn} {point}: {np.mean(times['seconds']):.3f} s")
+        write("points", points)
+    for runs in whole(bed, {name: programs[name] for name in WHOLE}, end_s):
+        write("whole", runs)
     profiles = {}
-    for (routing, name), of_steps in records.items():
-        chosen, program = of_steps[PASSES // 2 :: len(of_steps) // 2], program_of(name, programs, network)
-        operations = seconds_by_operation(partial(bed.times, program, corpus, len(chosen), 1, chosen, 0))
-        profiles[f"{routing}/{name}"] = seconds_by_stage(operations, program.program.as_text())
-        bed.say(f"{routing} {name}: profiled")
+    for point, of_steps in records.items():
+        if point[0] == USUAL:
+            program = chosen(point)
+            call = partial(bed.times, program, corpus, 2, 1, [of_steps[0], of_steps[-1]], 0)
+            profiles[point[1]] = seconds_by_stage(seconds_by_operation(call), program.program.as_text())
+            bed.say(f"{point}: profiled")
+    write("stages", profiles)
     bed.limits(None, None)
-    compiled = {name: program.memory_bytes for name, program in programs.items()}
-    return {"points": points, "stages": profiles, "memory": compiled}
 
 
-def program_of(name: str, programs: dict[str, Program], network: str) -> Program:
-    """Return the program of a run; a router with bias routes as its counts say, with the program of `plain`."""
-    return programs[name] if name in programs else programs[f"plain{network}"]
+QUARTER_LENGTH = WORKLOADS[QUARTER].length
 
 
-def all_curves(folder: Path) -> dict[str, dict[str, Curve]]:
-    """Return the curves of each routing."""
-    return {routing: load_curves(folder / f"{routing}.npz") for routing in (OWN, REPLAYED)}
+def whole(bed: Testbed, programs: Mapping[str, Program], end_s: float) -> Iterator[dict[str, Any]]:
+    """Train runs with their own routing in alternate blocks, and yield their blocks so far, with the loader's time."""
+    from jax.experimental.multihost_utils import broadcast_one_to_all
+
+    from benchmarks.network.jax_ranks import barrier
+
+    corpus, sharding, size = usual_text(), batch_sharding(bed.mesh), CONFIG.batch.size
+    loading = {"seed": CONFIG.seed, "batch_size": size, "sequence_length": CONFIG.batch.sequence_length}
+    batches = {name: Batches(corpus, **loading, rows=rows_here(sharding, size)) for name in programs}
+    found: dict[str, Any] = {name: defaultdict(list) for name in programs}
+    # Rank 0 decides, so that all ranks end after the same block.
+    while broadcast_one_to_all(np.array(time.perf_counter() < end_s)):
+        for name, program in programs.items():
+            barrier("block")
+            start_s = time.perf_counter()
+            for _ in range(BLOCK):
+                loss, stats = program.step(place_rows(next(batches[name]), sharding, size))
+                found[name]["loss"].append(float(loss))
+                found[name]["before"].append(float(np.mean(stats.imbalance_before)))
+                found[name]["after"].append(float(np.mean(stats.imbalance_after)))
+            found[name]["seconds"].append(time.perf_counter() - start_s)
+            bed.say(f"{name}: {len(found[name]['loss'])} steps, {found[name]['seconds'][-1] / BLOCK:.3f} s")
+        yield found
+
+
+def of_ranks(folder: Path) -> list[dict[str, Any]]:
+    """Return the raw measurements of all ranks."""
+    return [json.loads((folder / f"measured.{rank}.json").read_text()) for rank in range(NUM_RANKS)]
+
+
+def seconds_of(ranks: Sequence[Mapping[str, Any]]) -> dict[Point, np.ndarray]:
+    """Return the seconds `[passes, steps]` of each point on its slowest rank."""
+    found: dict[Point, list[list[float]]] = defaultdict(list)
+    for one in slowest([rank["points"] for rank in ranks]):
+        found[one["workload"], one["run"]].append(one["seconds"])
+    return {point: np.array(times) for point, times in found.items()}
 
 
 def tables(folder: Path, curves: Path) -> dict[str, Table]:
     """Return all tables."""
-    points, profiles, compiled = list[dict[str, Any]](), {}, {}
-    for network, file in FILES.items():
-        of_ranks = json.loads((folder / file).read_text())
-        points += [{**one, "network": network} for one in slowest([one["points"] for one in of_ranks])]
-        profiles |= of_ranks[0]["stages"]
-        compiled |= of_ranks[0]["memory"]
-    peaks = json.loads((folder / "memory.json").read_text())
-    found = {}
-    for routing, of_runs in all_curves(curves).items():
-        of_routing = {key.removeprefix(f"{routing}/"): of for key, of in profiles.items() if key.startswith(routing)}
-        of_points = [one for one in points if one["routing"] == routing]
-        found[routing] = speeds(of_points, of_runs, peaks, of_routing)
-        found[f"{routing}_stages"] = stages(of_routing)
-    return found | {"memory": memory(compiled, peaks)}
+    ranks = of_ranks(folder)
+    seconds, first = seconds_of(ranks), ranks[0]
+    blocks = {name: {**of, "seconds": np.max([one["whole"][name]["seconds"] for one in ranks], 0).tolist()}
+              for name, of in first["whole"].items()}  # fmt: skip
+    on_workloads = workloads(seconds, read(SPEED)["network_training_speed_predicted"].tables["predictions"])
+    rounds = read(ALL_ROUNDS)[f"network_training_predicted_{GAIN_ROUND}"].tables["predictions"]
+    over_plain = gain_rows(rounds, step_ms(measured_points(GAIN_ROUND, RAW)))
+    gains = Table(GAINS, [*over_plain, *over_headroom(on_workloads)])
+    of_runs = {name: times for (workload, name), times in seconds.items() if workload == USUAL}
+    of_curves = {name: load_curve(Key(name).path(curves)) for name in TIMED}
+    of_texts = [row for row in on_workloads.rows if row[0] not in GAIN_ROUTINGS]
+    return {
+        "speeds": speeds(of_runs, of_curves, first["memory"], first["stages"]),
+        "whole": whole_runs(blocks),
+        "workloads": dataclasses.replace(on_workloads, rows=of_texts),
+        "gains": gains,
+        "break_even": break_even(gains),
+    }
 
 
-FILES = {FLAT: "flat.json", DOMAINS: "domains.json"}
-"""Files of raw measurements on each network."""
+SPEED = RESULTS / "network_training_speed.json"
+
+
+def predict(curves: Path) -> dict[str, Table]:
+    """Return the predictions by the rates of round 4, and save them beside the measurements."""
+    calibration = json.loads((RAW / "calibration_4.json").read_text())[str(RATE)]
+    found, out = {"predictions": predictions(curves, calibration)}, RESULTS / "network_training_speed_predicted.json"
+    save(found, out)
+    merge(out, SPEED)
+    return found
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("part", choices=("measure", "memory", "table"))
+    parser.add_argument("part", choices=("predict", "measure", "table"))
     parser.add_argument("--folder", type=Path, default=Path("runs/training_speed"), help="Folder of raw measurements.")
     parser.add_argument("--curves", type=Path, default=Path("runs/training_curves"), help="Folder of all curves.")
+    parser.add_argument("--after", type=Path, help="File to wait for between compilation and measurement.")
+    parser.add_argument("--minutes", type=float, default=70.0, help="Minutes of all measurements after compilation.")
 
 
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     """Return the tables, or write raw measurements.
 
     Raises:
-        ValueError: a file of curves is missing.
+        ValueError: a curve is missing.
     """
-    missing = [f"{routing}.npz" for routing in (OWN, REPLAYED) if not (given.curves / f"{routing}.npz").exists()]
-    if given.part != "memory" and missing:
-        raise ValueError(f"--curves is {given.curves}; expected {missing} there, from `training curves`")
-    os.environ["GLIBC_TUNABLES"] = RELEASE_MEMORY if given.part == "memory" else KEEP_MEMORY
+    wanted = [*map(Key, TIMED), *(Key(BASE, workload) for workload in (*TIMED_WORKLOADS, TWICE))]
+    missing = [path.name for key in wanted if not (path := key.path(given.curves)).exists()]
+    if missing:
+        raise ValueError(f"--curves is {given.curves}; expected {missing} there, from `training curves train`")
+    os.environ["GLIBC_TUNABLES"] = KEEP_MEMORY
     if given.part == "table":
         return tables(given.folder, given.curves)
+    if given.part == "predict":
+        return predict(given.curves)
     sandbox.enter()
     given.folder.mkdir(parents=True, exist_ok=True)
-    if given.part == "memory":
-        peaks = {}
-        for network, cases in RUNS.items():
-            for name, case in cases.items():
-                peaks[name] = max(run(partial(measured_peak, case=case), 1200, network == DOMAINS))
-                print(f"{name}: {peaks[name] / 1e6:.0f} MB", flush=True)
-        (given.folder / "memory.json").write_text(json.dumps(peaks))
-    else:
-        curves = all_curves(given.curves)
-        for network, file in FILES.items():
-            found = run(partial(measure, network=network, curves=curves), 7200, network == DOMAINS)
-            (given.folder / file).write_text(json.dumps(found))
+    run(partial(measure, given=given), 7200)
     return {}

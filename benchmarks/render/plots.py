@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 from matplotlib import rc_context
@@ -20,6 +21,9 @@ BARS = {
 
 TEXT = {"light": "#1f2328", "dark": "#e6edf3"}
 """Color of texts and axes of the pictures of the README, by theme."""
+
+GAIN_COLORS = ("#d9622b", "#2a9dbf", "#8f6fc4", "#5aa469")
+"""Colors of the baselines in the picture of gains."""
 
 COMPARED = {
     "plain, worst-case buffer": ("plain, worst-case buffer", "#d9622b"),
@@ -40,6 +44,8 @@ def figures_of(name: str, tables: Mapping[str, Table]) -> dict[str, Figure]:
         figures["frontier"] = frontier(tables["frontier"])
     if "rank-qwen3" in tables:
         figures |= {f"rank-{name}": one_rank(tables["rank-qwen3"], text) for name, text in TEXT.items()}
+    if "gains" in tables:
+        figures |= {f"gains-{name}": gains(tables["gains"], text) for name, text in TEXT.items()}
     return figures
 
 
@@ -131,8 +137,7 @@ def one_rank(table: Table, text: str) -> Figure:
     """Plot time and memory of the slowest rank under skew 4, and its time at an even load, as bars of each system."""
     rows = {(row[0], row[1]): dict(zip(table.columns, row, strict=True)) for row in table.rows}
     skewed, even = ([rows[skew, system] for system in COMPARED] for skew in ("4", "even"))
-    colors = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), text)
-    with rc_context({**colors, "font.size": 10, "font.family": "sans-serif"}):
+    with _theme(text):
         figure = Figure(figsize=(8, 2.1), layout="constrained")
         figure.patch.set_alpha(0)
         panels = figure.subplots(1, 3, sharey=True)
@@ -144,6 +149,35 @@ def one_rank(table: Table, text: str) -> Figure:
         panels[0].set_yticks(range(len(labels)), labels)
         panels[0].invert_yaxis()
         return figure
+
+
+def gains(table: Table, text: str) -> Figure:
+    """Plot the gain of `exact` against the imbalance over each baseline: measured with its range, and predicted."""
+    of_links: dict[str, list[Sequence[Value]]] = {}
+    for baseline, rate, *row in table.rows:
+        of_links.setdefault(f"over {baseline}, {middle(rate)[0] / 1000:g} Gbit/s", []).append(row)
+    with _theme(text):
+        figure = Figure(figsize=(8, 3.2), layout="constrained")
+        figure.patch.set_alpha(0)
+        axes = figure.subplots()
+        axes.patch.set_alpha(0)
+        for (label, rows), color in zip(of_links.items(), GAIN_COLORS, strict=True):
+            levels, _, predicted, measured = zip(*rows, strict=True)
+            values, low, high = np.array([middle(value) for value in measured]).T
+            axes.errorbar(levels, values, [values - low, high - values], fmt="o-", ms=4, color=color, label=label)
+            axes.plot(levels, predicted, "--", lw=1, color=color)
+        axes.axhline(1, color="#9da7b3", lw=1)
+        axes.set_xlabel("imbalance (max / mean load of the ranks)")
+        axes.set_ylabel("tokens/s of exact, relative")
+        axes.legend(frameon=False, title="dashed: predicted")
+        _plain(axes)
+        return figure
+
+
+def _theme(text: str) -> AbstractContextManager[None]:
+    """Return a context with the text color of a theme."""
+    colors = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), text)
+    return rc_context({**colors, "font.size": 10, "font.family": "sans-serif"})
 
 
 def _compare(axes: Axes, title: str, values: Sequence[Value], spec: str) -> None:

@@ -149,7 +149,7 @@ RUNS = (
         aside=LONG,
     ),
     Run("papers.gradient_codec", quick=("--steps", "20", "--seeds", "1"), aside=LONG),
-    Run("training.curves", aside=LONG),
+    Run("training.curves", ("table",), aside=MEASURED),
     Run("compiled.peers", refusal=_compilers),
     Run("compiled.peers", ("--maxtext",), None, _maxtext, "peers_maxtext"),
     Run("compiled.pipeline", refusal=_compilers),

@@ -3,28 +3,32 @@
 import numpy as np
 import pytest
 
+from benchmarks.network.gains import GAINS, break_even, crossing, gain_rows
 from benchmarks.network.replayed import by_counts
 from benchmarks.network.stages import seconds_by_stage
 from benchmarks.network.testbed import CONFIG
 from benchmarks.network.training import compared, orders, slowest
+from benchmarks.network.training_rounds import GAIN_CASES, GAIN_RATES, GAIN_ROUTINGS, counts_of
 from benchmarks.network.training_runs import (
-    DOMAINS,
-    FLAT,
-    INTERVAL,
-    OWN,
-    REPLAYED,
+    BASE,
+    BATCH_TOKENS,
     RUNS,
-    TIMED,
+    TEXT,
+    USUAL,
+    WHOLE,
+    WORKLOADS,
     Curve,
-    load_curves,
-    runs,
-    save_curves,
+    Key,
+    imbalance,
+    load_curve,
+    save_curve,
+    seeds_of,
     timed_counts,
     with_dropped,
 )
-from benchmarks.network.training_speed import elapsed_s, memory, speeds
-from benchmarks.render.results import Table
-from benchmarks.training.curves import table
+from benchmarks.network.training_speed import BLOCK, elapsed_s, over_headroom, speeds, whole_runs, workloads
+from benchmarks.render.results import Table, Value
+from benchmarks.training.curves import balances, losses
 from jax_moe_lb.routing.more_routers import within_capacity
 
 PREDICTED = Table(
@@ -57,37 +61,84 @@ def test_a_pair_whose_ranges_overlap_has_no_order():
     assert orders(expected, times) == (1, 3, 2, 3, 2, 2)
 
 
-def curve(loss: np.ndarray, dropped: int = 0) -> Curve:
+def curve(loss: np.ndarray, dropped: int = 0, validation: float = 2.0) -> Curve:
     steps = len(loss)
     balance = np.full(steps, dropped), np.full(steps, 2.0), np.full(steps, 1.25), np.full(steps, 1)
     counts = np.full((steps, CONFIG.model.num_layers, 4, CONFIG.model.num_experts), 64, np.int32)
-    return Curve(loss, *balance, counts)
+    return Curve(loss, *balance, counts, np.float64(validation))
 
 
 def test_speeds_are_ratios_inside_a_pass_and_a_faster_run_has_more_steps_in_the_same_time():
-    seconds = {(FLAT, "plain"): [2.0, 6.0], (FLAT, "exact"): [1.0, 4.0]}
-    seconds |= {(DOMAINS, f"plain{DOMAINS}"): [4.0, 4.0], (DOMAINS, f"two_tier{DOMAINS}"): [4.0, 1.0]}
-    points = [
-        {"network": network, "run": name, "turn": turn, "seconds": [of[turn]]}
-        for turn in range(2)
-        for (network, name), of in seconds.items()
-    ]
-    loss = 1000.0 - np.arange(2 * INTERVAL)
-    curves = {name: curve(loss, 4096) for name in ("plain", "exact", f"two_tier{DOMAINS}")}
-    names = [name for _, name in seconds]
-    rows = speeds(
-        points, curves, dict.fromkeys(names, 2e6), {key: {"experts": 3.0, "rows: exchange": 1.0} for key in names}
-    ).rows
-    assert rows[1][:2] == ["exact", [1.75, 1.5, 2.0]]
-    # In the 250 s of `exact`, `plain` takes 50 steps of 2 s and 25 of 6 s.
-    assert [row[4] for row in rows] == [75, 100, 62, 100]
-    assert rows[0][5] == np.mean(loss[:75])
-    assert rows[1][5] == rows[1][3] == np.mean(loss)
-    assert rows[1][6:] == [100.0, 2.0, 1.25, 2.0, 75.0, 25.0]
+    seconds = {BASE: np.array([[2.0], [6.0]]), "plain": np.array([[4.0], [8.0]]), "exact": np.array([[1.0], [4.0]])}
+    loss = 1000.0 - np.arange(100)
+    profile = {"experts": 3.0, "rows: exchange": 1.0}
+    curves, memory = dict.fromkeys(seconds, curve(loss, 4096)), dict.fromkeys(seconds, 2_000_000)
+    rows = speeds(seconds, curves, memory, dict.fromkeys(seconds, profile)).rows
+    assert rows[2][:3] == ["exact", [1.75, 1.5, 2.0], [3.0, 2.0, 4.0]]
+    # In the 250 s of `exact`, `BASE` takes 50 steps of 2 s and 25 of 6 s.
+    assert [row[5] for row in rows] == [75, 56, 100]
+    assert rows[0][6] == np.mean(loss[:75])
+    assert rows[2][6] == rows[2][4] == np.mean(loss)
+    assert rows[2][7:] == [100.0, 2.0, 1.25, 2.0, 75.0, 25.0]
 
 
 def test_elapsed_time_is_in_the_order_of_the_steps():
-    assert elapsed_s(np.array([[1.0, 3.0], [2.0, 4.0]]))[INTERVAL - 1 :: INTERVAL].tolist() == [50, 150, 300, 500]
+    assert elapsed_s(np.array([[1.0, 3.0], [2.0, 4.0]]), 200)[49::50].tolist() == [50, 150, 300, 500]
+
+
+def test_whole_runs_have_all_their_steps_and_the_range_of_their_blocks():
+    balance = {"loss": [2.0] * 2 * BLOCK, "before": [1.5], "after": [1.0]}
+    blocks = {BASE: {"seconds": [30.0, 50.0], **balance}, "exact": {"seconds": [20.0, 20.0], **balance}}
+    rows = whole_runs(blocks).rows
+    assert rows[0][1:3] == [2 * BLOCK, [1.0, 1.0, 1.0]]
+    assert rows[1][2:] == [[2.0, 1.5, 2.5], CONFIG.tokens_per_step * 2 * BLOCK / 40, 40.0, 2.0, 1.5, 1.0]
+
+
+def test_a_workload_without_a_measurement_has_its_prediction_alone():
+    predicted = Table({"workload": "", "over plain, predicted": ".2f"}, [[TEXT, 1.5], [USUAL, 1.1]])
+    seconds = {(TEXT, name): np.full((1, 2), time) for name, time in zip(WHOLE, (3.0, 2.5, 2.0), strict=True)}
+    rows = workloads(seconds, predicted).rows
+    assert rows == [[TEXT, 1.5, [1.5] * 3, [1.25] * 3], [USUAL, 1.1, None, None]]
+
+
+@pytest.mark.parametrize("routing", GAIN_ROUTINGS)
+def test_counts_have_the_given_imbalance_up_to_rounding(routing: str):
+    counts = counts_of(routing)
+    assert np.issubdtype(counts.dtype, np.integer)
+    assert counts.min() >= 0
+    assert (counts.sum(-1) == 4096 * CONFIG.model.experts_per_token).all()
+    assert np.abs(imbalance(counts) - GAIN_ROUTINGS[routing]).max() < 0.025
+
+
+def test_gains_are_ratios_inside_a_pass_beside_their_predictions():
+    routings, columns = list(GAIN_ROUTINGS), ("Mbit/s", "routing", "system", "predicted ms", "exchanges %")
+    points = [(rate / 1e6, routing, name) for rate in GAIN_RATES for routing in routings for name in GAIN_CASES]
+    rows = [[*point, 10.0 + routings.index(point[1]) if point[2] == "plain" else 12.0, 40.0] for point in points]
+    times = {point: np.array([20.0, 30.0]) if point[2] == "plain" else np.array([10.0, 30.0]) for point in points}
+    found = Table(GAINS, gain_rows(Table(dict.fromkeys(columns, ""), rows), times))
+    assert len(found.rows) == len(points) / 2
+    assert found.rows[4] == ["plain", 1000.0, 2.0, 40.0, 14 / 12, [1.5, 1.0, 2.0]]
+    assert break_even(found).rows[0] == ["plain", 1000.0, 1.25, [1.0, 1.0, 1.0]]
+
+
+def test_given_imbalances_are_gains_over_plain_with_headroom():
+    rows: list[list[Value]] = [
+        ["popular ranks, 1.1", 1.1, 40.0, 0.5, 0.8, None, [0.9] * 3],
+        [TEXT, 1.1, 0.0, 0.0, 0.0, None, None],
+        ["popular ranks, 2.0", 2.0, 30.0, 1.5, 1.0, None, [1.2] * 3],
+    ]
+    over = over_headroom(Table(dict.fromkeys("abcdefg", ""), rows))
+    assert [row[2:] for row in over] == [[1.1, 40.0, 0.8, [0.9] * 3], [2.0, 30.0, 1.0, [1.2] * 3]]
+    (found,) = break_even(Table(GAINS, over)).rows
+    assert found == ["plain, headroom 1.5", 2000.0, 2.0, [pytest.approx(1.4)] * 3]
+
+
+@pytest.mark.parametrize(
+    ("of_levels", "expected"),
+    [([0.8, 1.2, 1.5], 1.5), ([1.0, 1.1, 1.2], 1.0), ([1.1, 0.9, 1.1], 2.5), ([2.0, 1.0, 0.9], None)],
+)
+def test_the_break_even_is_linear_between_points(of_levels: list[float], expected: float | None):
+    assert crossing([1.0, 2.0, 3.0], of_levels) == (None if expected is None else pytest.approx(expected))
 
 
 def test_every_kept_copy_of_a_run_with_capacity_is_timed_again():
@@ -101,37 +152,46 @@ def test_every_kept_copy_of_a_run_with_capacity_is_timed_again():
     assert (np.bincount(found[found >= 0], minlength=4) == kept).all()
 
 
-@pytest.mark.parametrize(("routing", "network"), [(OWN, FLAT), (OWN, DOMAINS), (REPLAYED, FLAT), (REPLAYED, DOMAINS)])
-def test_the_timed_steps_of_all_runs_can_be_replayed(routing: str, network: str):
-    curves = {name: curve(np.zeros(1000)) for of in RUNS.values() for name in of}
-    for name in runs(routing, network):
-        counts = timed_counts(name, network, curves, 4096)
-        assert counts.shape == (len(TIMED), CONFIG.model.num_layers, 4, CONFIG.model.num_experts)
-        assert (counts.sum(-1) == 4096 * CONFIG.model.experts_per_token).all()
+@pytest.mark.parametrize("run", RUNS)
+def test_the_timed_steps_of_all_runs_can_be_replayed(run: str):
+    counts = timed_counts(RUNS[run], curve(np.zeros(1000)), 10)
+    assert counts.shape == (10, CONFIG.model.num_layers, 4, CONFIG.model.num_experts)
+    assert (counts.sum(-1) == 4096 * CONFIG.model.experts_per_token).all()
 
 
-def test_curves_are_read_as_they_were_written(tmp_path):
-    saved = {"exact, two domains": curve(np.arange(3.0))}
-    assert load_curves(tmp_path / "own.npz") == {}
-    save_curves(saved, tmp_path / "own.npz")
-    found = load_curves(tmp_path / "own.npz")
-    assert list(found) == list(saved)
-    for read, wrote in zip(found["exact, two domains"], saved["exact, two domains"], strict=True):
-        assert (read == wrote).all()
+def test_timed_steps_are_in_the_middle_of_equal_intervals():
+    of = curve(np.zeros(100))
+    numbers = of._replace(counts=of.counts + np.arange(100)[:, None, None, None])
+    assert (timed_counts(RUNS["plain"], numbers, 10)[:, 0, 0, 0] // 16 - 64).tolist() == list(range(5, 100, 10))
 
 
-def test_compiled_and_measured_memory_stand_side_by_side():
-    rows = memory({"plain": 100_000_000, "exact": 110_000_000}, {"plain": 2e8, "exact": 3e8}).rows
-    assert rows[1] == ["exact", 110.0, 1.1, 300.0, 1.5]
+def test_curves_of_all_seeds_are_read_as_they_were_written(tmp_path):
+    saved = curve(np.arange(3.0))
+    save_curve(saved, Key("exact", seed=2).path(tmp_path))
+    (found,) = seeds_of(tmp_path, "exact")
+    assert all((read == wrote).all() for read, wrote in zip(found, saved, strict=True))
+    assert load_curve(Key("exact", seed=2).path(tmp_path)).validation == 2.0
+    assert [path.suffixes for path in tmp_path.iterdir()] == [[".npz"]]
 
 
-def test_the_first_step_that_differs_from_plain_is_counted():
-    plain = curve(1000.0 - np.arange(240))
-    other = plain._replace(loss=plain.loss + (np.arange(240) == 7))
-    rows = table({"plain": plain, "exact": plain, "two_tier": other}).rows
-    assert [row[2] for row in rows] == [240, 240, 7]
-    assert rows[2][3] == pytest.approx(1 / 993)
-    assert rows[0][1] == np.mean(plain.loss[-100:])
+def test_a_run_changes_its_text_in_the_middle():
+    texts = [WORKLOADS[TEXT].corpus(step).source for step in (0, 299, 300)]
+    assert texts[0] == texts[1] != texts[2]
+    assert WORKLOADS[USUAL].config.tokens_per_step == 4 * BATCH_TOKENS
+
+
+def test_losses_are_means_of_seeds_with_their_range():
+    plain = [curve(np.full(200, loss), validation=loss) for loss in (2.0, 3.0)]
+    rows = losses({"plain": plain, "exact": plain[:1]}).rows
+    assert rows[0][:4] == ["plain", 2, [2.5, 2.0, 3.0], 2.5]
+    assert rows[1][:4] == ["exact", 1, [2.0, 2.0, 2.0], 2.0]
+
+
+def test_the_balance_of_a_workload_is_that_of_its_second_half():
+    of = curve(np.zeros(4))
+    of.counts[2:, :, :, :2] = 128
+    of.counts[2:, 0, :, 2:] = 0
+    assert balances({(TEXT, "plain"): of}).rows == [[TEXT, "plain", 2.8, 4.0, 4.0]]
 
 
 PROGRAM = """

@@ -1,0 +1,67 @@
+"""Gain of `exact` over `plain` by the imbalance of the ranks and the rate of the links, and its break-even."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from benchmarks.network.training_rounds import GAIN_RATES, GAIN_ROUTINGS
+from benchmarks.render.results import Table, Value, spread
+
+GAINS = {
+    "over": "",
+    "Mbit/s": ".0f",
+    "imbalance": ".2f",
+    "exchanges %": ".0f",
+    "predicted": ".2f",
+    "measured": ".2f",
+}
+
+
+def gain_rows(predicted: Table, times: Mapping[Any, np.ndarray]) -> list[list[Value]]:
+    """Return predicted and measured gains over `plain`; speeds of a pass are ratios to `plain` of the same pass.
+
+    Args:
+        predicted: predictions of a round, with the shares of exchanges.
+        times: milliseconds of a step in each pass, by rate in Mbit/s, routing and system.
+    """
+    points: list[dict[str, Any]] = [dict(zip(predicted.columns, row, strict=True)) for row in predicted.rows]
+    expected = {(point["Mbit/s"], point["routing"], point["system"]): point for point in points}
+    rows: list[list[Value]] = []
+    for rate, (routing, imbalance) in product(GAIN_RATES, GAIN_ROUTINGS.items()):
+        keys = [(rate / 1e6, routing, system) for system in ("plain", "exact")]
+        plain, exact = (expected[key] for key in keys)
+        ratio = plain["predicted ms"] / exact["predicted ms"]
+        gain = spread(times[keys[0]] / times[keys[1]])
+        rows.append(["plain", rate / 1e6, imbalance, plain["exchanges %"], ratio, gain])
+    return rows
+
+
+def break_even(table: Table) -> Table:
+    """Return the imbalance of equal speed for each baseline and rate, linear between the points of `GAINS`."""
+    of_links: dict[tuple[Value, Value], list[Any]] = defaultdict(list)
+    for baseline, rate, *row in table.rows:
+        of_links[baseline, rate].append(row)
+    rows: list[list[Value]] = []
+    for link, of in of_links.items():
+        levels, _, predicted, measured = zip(*of, strict=True)
+        # The highest gains give the lowest break-even.
+        even = [crossing(levels, [gain[number] for gain in measured]) for number in (0, 2, 1)]
+        known = [level for level in even if level is not None]
+        rows.append([*link, crossing(levels, predicted), known if len(known) == len(even) else None])
+    columns = {"over": "", "Mbit/s": ".0f", "break-even, predicted": ".2f", "break-even, measured": ".2f"}
+    return Table(columns, rows)
+
+
+def crossing(levels: Sequence[float], gains: Sequence[float]) -> float | None:
+    """Return the level from which on the gain is at least 1, `None` if the last gain is below 1."""
+    below = [number for number, gain in enumerate(gains) if gain < 1]
+    if not below:
+        return levels[0]
+    last = below[-1]
+    if last == len(levels) - 1:
+        return None
+    low, high = gains[last], gains[last + 1]
+    return float(levels[last] + (1 - low) / (high - low) * (levels[last + 1] - levels[last]))
