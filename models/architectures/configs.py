@@ -10,9 +10,14 @@ from jax_moe_lb.core.checks import shown
 from jax_moe_lb.kernels import ClampedSwiGLU
 from jax_moe_lb.routing import GroupLimit
 from models.architectures.config_json import LAYER_TYPES, MOST_LAYERS, Fields, checked_number
-from models.decoder.config import DecoderConfig, HeadNorm, Latent, Temperature
+from models.decoder.config import DecoderConfig, DeltaNet, HeadNorm, IndexerSizes, Latent, Temperature
 from models.decoder.rope import LongRope, Rope, yarn_scale
 from models.decoder.sparse_mixer import SparseMixer
+
+CHUNKED, FULL, LINEAR = "chunked_attention", "full_attention", "linear_attention"  # kinds in `layer_types`
+
+# Rotary settings of images: the three positions of a token of text are equal.
+IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved")
 
 
 def _decoder(
@@ -66,9 +71,7 @@ def _windows(fields: Fields) -> tuple[int | None, ...]:
 
 def mixtral(fields: Fields) -> DecoderConfig:
     """Mixtral: softmax top-k routing, grouped-query attention, an optional sliding window."""
-    fields.require("norm_topk_prob", True)
-    router = TopK(_top_k(fields), renormalise=True)
-    config = _decoder(fields, router, "num_local_experts", "intermediate_size")
+    config = _decoder(fields, TopK(_top_k(fields), renormalise=True), "num_local_experts", "intermediate_size")
     return replace(config, windows=_windows(fields))
 
 
@@ -87,7 +90,6 @@ def _qwen(fields: Fields) -> DecoderConfig:
 
 def qwen3_moe(fields: Fields) -> DecoderConfig:
     """Qwen3-MoE: normalized heads, interleaved dense layers."""
-    fields.require("use_qk_norm", True)
     return replace(_biased(fields, _qwen(fields)), qk_norm=HeadNorm.PER_HEAD)
 
 
@@ -96,6 +98,49 @@ def qwen2_moe(fields: Fields) -> DecoderConfig:
     shared = fields.integer("shared_expert_intermediate_size")
     has_bias = fields.flag("qkv_bias", True)
     return replace(_qwen(fields), qkv_bias=has_bias, shared_mlp_dim=shared, shared_is_gated=True)
+
+
+def qwen3_next(fields: Fields) -> DecoderConfig:
+    """Qwen3-Next: gated delta networks between layers of attention with an output gate, a gated shared expert."""
+    return _with_delta_nets(fields, _qwen(fields), is_joined=True)
+
+
+def qwen3_5_moe_text(fields: Fields) -> DecoderConfig:
+    """Qwen3.5-MoE for text: as Qwen3-Next, with other projections of the delta networks."""
+    fields.read.update(f"rope_parameters.{name}" for name in IMAGE_POSITIONS)
+    config = _decoder(fields, TopK(_top_k(fields), renormalise=True), "num_experts", "moe_intermediate_size")
+    return _with_delta_nets(fields, config, is_joined=False)
+
+
+def _with_delta_nets(fields: Fields, config: DecoderConfig, *, is_joined: bool) -> DecoderConfig:
+    delta = DeltaNet(
+        num_heads=fields.integer("linear_num_value_heads"),
+        num_key_heads=fields.integer("linear_num_key_heads"),
+        key_dim=fields.integer("linear_key_head_dim"),
+        value_dim=fields.integer("linear_value_head_dim"),
+        kernel_size=fields.integer("linear_conv_kernel_dim"),
+        is_joined=is_joined,
+    )
+    return replace(
+        _biased(fields, config),
+        rope=fields.rope(int(config.head_dim * fields.partial_rotary_factor())),
+        shared_mlp_dim=fields.integer("shared_expert_intermediate_size"),
+        shared_is_gated=True,
+        qk_norm=HeadNorm.PER_HEAD,
+        output_gate=True,
+        zero_centered=True,
+        delta=delta,
+        delta_layers=_delta_layers(fields),
+    )
+
+
+def _delta_layers(fields: Fields) -> tuple[int, ...]:
+    """Return the layers with gated delta networks: by `layer_types`, or all but every `full_attention_interval`-th."""
+    kinds, interval = fields.kinds("layer_types", (LINEAR, FULL)), max(fields.integer("full_attention_interval", 4), 1)
+    regular = [FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(fields.num_layers())]
+    if kinds and "full_attention_interval" in fields.raw and kinds != regular:
+        raise ValueError(f"config.json: full_attention_interval is {interval}; expected the interval of layer_types")
+    return tuple(layer for layer, kind in enumerate(kinds or regular) if kind == LINEAR)
 
 
 def olmoe(fields: Fields) -> DecoderConfig:
@@ -179,12 +224,22 @@ def deepseek_v3(fields: Fields) -> DecoderConfig:
     return _latent(fields, _sigmoid_router(fields), fields.flag("rope_interleave", True))
 
 
+def glm_moe_dsa(fields: Fields) -> DecoderConfig:
+    """GLM-5: as DeepSeek-V3, with an indexer that chooses the keys of each query in every layer."""
+    layers = fields.num_layers()
+    for name, kind in {"layer_types": "indexed_attention", "indexer_types": "full"}.items():
+        fields.require(name, [kind] * layers)
+    fields.require("index_topk_pattern", "F" * layers)
+    sizes = (fields.integer(name) for name in ("index_n_heads", "index_head_dim", "index_topk"))
+    config = deepseek_v3(fields)
+    assert config.latent is not None
+    if config.latent.query_rank is None:
+        raise ValueError("config.json: q_lora_rank is None; expected a number, as the indexer reads compressed queries")
+    return replace(config, latent=replace(config.latent, indexer=IndexerSizes(*sizes)))
+
+
 def deepseek_v2(fields: Fields) -> DecoderConfig:
     """DeepSeek-V2: latent attention, softmax routing, limited to the groups with the best expert or not."""
-    fields.require("moe_layer_freq", 1)
-    fields.require("scoring_func", "softmax")
-    # Its weights are never normalized, in `transformers` and in published files.
-    fields.require("norm_topk_prob", False)
     method, num_groups = fields.get("topk_method"), 1
     if method == "group_limited_greedy":
         num_groups = fields.integer("n_group")
@@ -228,14 +283,7 @@ def _yarn_temperature(fields: Fields) -> float:
 
 def minimax_m2(fields: Fields) -> DecoderConfig:
     """MiniMax-M2: sigmoid routing with a bias, norms over the full width, partial rotary embedding."""
-    fields.require("scoring_func", "sigmoid")
-    fields.require("use_qk_norm", True)
-    fields.require("qk_norm_type", "per_layer")
-    fields.require("use_routing_bias", True)
     fields.require("attn_type_list", [1] * fields.num_layers())
-    fields.require("shared_intermediate_size", 0)
-    # Published files have these fields of MiniMax-Text-01: of dense layers, shared experts and windows.
-    fields.ignore("mlp_intermediate_size", "shared_moe_mode", "swa_rope_theta")
     router = TopK(_top_k(fields), score=jax.nn.sigmoid, renormalise=True, selection_bias=True)
     rope = fields.rope(_rotated_dim(fields, fields.head_dim()))
     config = _decoder(fields, router, "num_local_experts", "intermediate_size", rope=rope)
@@ -260,9 +308,6 @@ def _check_share(share: float, rotated_dim: int, head_dim: int) -> None:
 
 def ernie4_5_moe(fields: Fields) -> DecoderConfig:
     """ERNIE-4.5 for text: a bias for the selection, shared experts, dense layers around the sparse ones."""
-    required = {"use_bias": False, "moe_gate": "topk", "moe_norm_min": 1e-12, "moe_use_aux_free": True}
-    for name, value in (required | {"use_rmsnorm": True}).items():
-        fields.require(name, value)
     per_token = fields.integer("moe_k")
     fields.require("num_experts_per_tok", per_token)
     router = TopK(per_token, renormalise=True, selection_bias=True)
@@ -298,13 +343,10 @@ def granitemoeshared(fields: Fields) -> DecoderConfig:
 
 def hunyuan_v1_moe(fields: Fields) -> DecoderConfig:
     """Hunyuan-A13B: head norms after the rotary embedding, one shared expert, a base of frequencies by `alpha`."""
-    for name, value in {"use_qk_norm": True, "use_cla": False, "use_mla": False, "norm_topk_prob": True}.items():
-        fields.require(name, value)
     width = fields.integer("intermediate_size")
     # Published files have a number per layer.
     _equal_in_layers(fields, "moe_intermediate_size", width)
     _equal_in_layers(fields, "num_shared_expert", 1)
-    fields.require("moe_layer_num_skipped", 0)
     per_token = _equal_in_layers(fields, "moe_topk")
     fields.require("num_experts_per_tok", per_token)
     fields.require("attention_head_dim", fields.head_dim())
@@ -334,13 +376,8 @@ def _alpha_rope(fields: Fields, dim: int) -> Rope:
     return Rope(dim, base * alpha ** (dim / max(dim - 2, 1)))
 
 
-CHUNKED, FULL = "chunked_attention", "full_attention"  # kinds of attention in `layer_types`
-
-
 def llama4(fields: Fields) -> DecoderConfig:
     """Llama 4: top-1 sigmoid routing that scales inputs, a shared expert, chunked attention, unrotated layers."""
-    # With several experts a token has a different input for each.
-    fields.require("num_experts_per_tok", 1)
     router = TopK(1, score=jax.nn.sigmoid, renormalise=False, scale_inputs=True)
     rope = fields.rope(fields.head_dim(), interleaved=True)
     config = _biased(fields, _decoder(fields, router, "num_local_experts", "intermediate_size", rope=rope))
@@ -393,7 +430,6 @@ def _chunks(fields: Fields, unrotated: tuple[int, ...]) -> tuple[int | None, ...
 
 def phimoe(fields: Fields) -> DecoderConfig:
     """Phi-3.5-MoE: SparseMixer routing, layer norms with biases, LongRoPE; inference alone."""
-    fields.require("num_experts_per_tok", 2)
     router = SparseMixer(2, renormalise=False, jitter=fields.number("router_jitter_noise"))
     rope = _long_rope(fields, fields.head_dim())
     config = _biased(fields, _decoder(fields, router, "num_local_experts", "intermediate_size", rope=rope))

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from models.decoder.config import DecoderConfig, HeadNorm
+from models.decoder.config import DecoderConfig, DeltaNet, HeadNorm
 
 Index = tuple[int | slice, ...]
 
@@ -37,6 +37,7 @@ class Names:
     dense: str = "mlp"  # module of a dense layer
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")  # of attention, and of experts
     head_norms: tuple[str, str] = ("q_norm", "k_norm")  # of queries, and of keys
+    passed_over: tuple[str, ...] = ()  # prefixes of tensors that the model does not have
     # Parts of the names, each with its replacement in the modules of `transformers` 5, in this order
     in_memory: tuple[tuple[str, str], ...] = ()
 
@@ -111,8 +112,11 @@ def _layer(config: DecoderConfig, layer: int, names: Names) -> Iterator[Paramete
     theirs, ours = f"model.layers.{layer}", f"blocks.{layer}"
     for name, path in zip(names.norms, ("attention_norm", "moe_norm"), strict=True):
         yield from stream_norm(config, f"{theirs}.{name}", f"{ours}.{path}")
-    attention = _grouped_attention if config.latent is None else _latent_attention
-    yield from attention(config, f"{theirs}.self_attn", f"{ours}.attention", names)
+    if config.delta is not None and layer in config.delta_layers:
+        yield from _delta_net(config, config.delta, f"{theirs}.linear_attn", f"{ours}.attention")
+    else:
+        attention = _grouped_attention if config.latent is None else _latent_attention
+        yield from attention(config, f"{theirs}.self_attn", f"{ours}.attention", names)
     if layer in config.dense_layers:
         yield from _dense(config, f"{theirs}.{names.dense}", f"{ours}.dense")
         return
@@ -125,7 +129,8 @@ def _layer(config: DecoderConfig, layer: int, names: Names) -> Iterator[Paramete
 
 def _grouped_attention(config: DecoderConfig, theirs: str, ours: str, names: Names) -> Iterator[ParameterSlice]:
     width, queries, keys = config.embed_dim, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    yield from linear(f"{theirs}.q_proj", f"{ours}.q", width, queries, config.qkv_bias)
+    gated = 2 * queries if config.output_gate else queries
+    yield from linear(f"{theirs}.q_proj", f"{ours}.q", width, gated, config.qkv_bias)
     yield from linear(f"{theirs}.k_proj", f"{ours}.k", width, keys, config.qkv_bias)
     yield from linear(f"{theirs}.v_proj", f"{ours}.v", width, keys, config.qkv_bias)
     yield from linear(f"{theirs}.o_proj", f"{ours}.out", queries, width, config.out_bias)
@@ -135,6 +140,21 @@ def _grouped_attention(config: DecoderConfig, theirs: str, ours: str, names: Nam
         yield scale(f"{theirs}.{k_norm}", f"{ours}.k_norm", keys if is_full else config.head_dim)
     if config.sinks:
         yield ParameterSlice(f"{theirs}.sinks", (config.num_heads,), f"{ours}.sinks")
+
+
+def _delta_net(config: DecoderConfig, sizes: DeltaNet, theirs: str, ours: str) -> Iterator[ParameterSlice]:
+    heads, width, values = sizes.num_heads, config.embed_dim, sizes.num_heads * sizes.value_dim
+    widths = {"qkv": sizes.channels, "z": values, "b": heads, "a": heads}
+    if sizes.is_joined:
+        widths = {"qkvz": sizes.channels + values, "ba": 2 * heads}
+    for name, outer in widths.items():
+        yield from linear(f"{theirs}.in_proj_{name}", f"{ours}.{name}", width, outer)
+    shape = (sizes.channels, 1, sizes.kernel_size)
+    yield ParameterSlice(f"{theirs}.conv1d.weight", shape, f"{ours}.conv", (slice(None), 0), transposed=True)
+    yield ParameterSlice(f"{theirs}.A_log", (heads,), f"{ours}.a_log")
+    yield ParameterSlice(f"{theirs}.dt_bias", (heads,), f"{ours}.a_bias")
+    yield scale(f"{theirs}.norm", f"{ours}.norm", sizes.value_dim)
+    yield from linear(f"{theirs}.out_proj", f"{ours}.out", values, width)
 
 
 def _latent_attention(config: DecoderConfig, theirs: str, ours: str, names: Names) -> Iterator[ParameterSlice]:
@@ -152,6 +172,13 @@ def _latent_attention(config: DecoderConfig, theirs: str, ours: str, names: Name
     up = heads * (latent.plain_dim + latent.value_dim)
     yield from linear(f"{theirs}.kv_b_proj", f"{ours}.kv_up", latent.kv_rank, up)
     yield from linear(f"{theirs}.o_proj", f"{ours}.out", heads * latent.value_dim, width, config.out_bias)
+    if latent.indexer is not None:
+        theirs, ours, dims = f"{theirs}.indexer", f"{ours}.indexer", latent.indexer.head_dim
+        yield from linear(f"{theirs}.wq_b", f"{ours}.q", latent.query_rank or width, latent.indexer.num_heads * dims)
+        yield from linear(f"{theirs}.wk", f"{ours}.k", width, dims)
+        yield scale(f"{theirs}.k_norm", f"{ours}.k_norm", dims)
+        yield ParameterSlice(f"{theirs}.k_norm.bias", (dims,), f"{ours}.k_norm.bias")
+        yield from linear(f"{theirs}.weights_proj", f"{ours}.weights", width, latent.indexer.num_heads)
 
 
 def _router(config: DecoderConfig, theirs: str, ours: str, names: Names) -> Iterator[ParameterSlice]:

@@ -2,8 +2,8 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,15 @@ class Architecture:
     tiny: Mapping[str, Any]  # fields of a small model
     names: Names  # names of the checkpoint tensors
     has_further: bool = False  # if True, multi-token prediction layers are supported
+    required: Mapping[str, Any] = field(default_factory=dict)  # the only supported values of some fields
+    ignored: Sequence[str] = ()  # fields without effect beside the values of others
+
+    def read(self, fields: Fields) -> DecoderConfig:
+        """Return the configuration of fields with the defaults of this architecture."""
+        for name, value in self.required.items():
+            fields.require(name, value)
+        fields.ignore(*self.ignored)
+        return self.config(fields)
 
 
 def _names(given: Mapping[str, Any]) -> Names:
@@ -69,9 +78,6 @@ TEXT_PARTS = {
     for kind, row in TABLES["text_parts"].items()
 }
 
-# Rotary settings of images: the three positions of a token of text are equal.
-IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved")
-
 
 def text_fields(fields: Fields) -> Fields:
     """Return the fields of the text part of a multimodal checkpoint, as of a checkpoint of its own."""
@@ -84,7 +90,7 @@ def text_fields(fields: Fields) -> Fields:
     text = {name: value for name, value in text.items() if value is not None}
     for name in ROPE_OBJECTS:
         if isinstance(text.get(name), dict):
-            text[name] = {key: value for key, value in text[name].items() if key not in IMAGE_POSITIONS}
+            text[name] = {key: value for key, value in text[name].items() if key not in configs.IMAGE_POSITIONS}
     above = {"tie_word_embeddings": part.are_tied} | fields.raw
     shared = {name: above[name] for name in ("tie_word_embeddings", "dtype", "quantization_config") if name in above}
     named = {"model_type": part.kind, "architectures": [part.class_name]}
@@ -118,7 +124,7 @@ def configured(
         raise ValueError("predict_further is True; expected False, as config.json has no multi-token prediction layers")
     try:
         known = fields.with_defaults(architecture.defaults)
-        config = architecture.config(known)
+        config = architecture.read(known)
         known.refuse_unread()
     except ValueError as error:
         message = str(error).removeprefix("config.json: ")

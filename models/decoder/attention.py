@@ -6,17 +6,18 @@ from a compressed vector per token, which is stored in the cache.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
-from models.decoder.config import DecoderConfig, HeadNorm, Latent, Scores
+from models.decoder.config import DecoderConfig, HeadNorm, IndexerSizes, Latent, Scores
 from models.decoder.fused_attention import BLOCKS, cudnn_attention, splash_attention
 from models.decoder.layers import over_data
 
@@ -31,20 +32,29 @@ CUDNN_LATENT_DIMS = (192, 128)
 
 
 def causal_attention(
-    q: Array, k: Array, v: Array, mesh: Mesh, scores: Scores, sinks: Array | None = None, segments: Array | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    mesh: Mesh,
+    scores: Scores,
+    sinks: Array | None = None,
+    segments: Array | None = None,
+    index: "Index | None" = None,
 ) -> Array:
     """Compute causal attention of whole sequences."""
     # NVIDIA GPUs use cuDNN's kernel where `has_cudnn_kernel`, TPUs splash attention where `has_splash_kernel`; other
     # cases compute scores in blocks of queries. The mesh decides, not the local devices, so ahead-of-time compilation
     # yields the program of the target.
     # The gradient of cuDNN's kernel with a mask needs an even length.
+    positions = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
+    if index is not None:
+        return attend(q, k, v, positions, scores, sinks, segments, index=index, whole=True)
     if has_cudnn_kernel(mesh, q, v) and (segments is None or q.shape[1] % 2 == 0):
         is_usual = sinks is None and q.shape[-1] == v.shape[-1]
         kernel = partial(_of_jax if is_usual else cudnn_attention, scores)
         return _on_each_device(kernel, q, k, v, sinks, segments)
     if has_splash_kernel(mesh, q, v):
         return splash_attention(q, k, v, mesh, scores, sinks, segments)
-    positions = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
     return attend(q, k, v, positions, scores, sinks, segments, whole=True)
 
 
@@ -93,8 +103,17 @@ def has_splash_kernel(mesh: Mesh, q: Array, v: Array) -> bool:
     return are_whole and length % BLOCKS[-1] == 0 and width % SPLASH_WIDTH == 0 and v.shape[-1] % SPLASH_WIDTH == 0
 
 
-# Cached state of earlier tokens, `[B, S, ...]`: keys and values, or the compressed vectors of latent attention.
+# Cached state of earlier tokens, `[B, S, ...]`: keys and values, or the compressed vectors of latent attention. Gated
+# delta networks have states of the last token in place of it.
 Cache = tuple[Array, Array]
+
+
+class Index(NamedTuple):
+    """Products that choose the keys of each query in sparse attention."""
+
+    q: Array  # queries of the indexer, `[B, T, N, C]`
+    k: Array  # keys of the indexer, `[B, S, C]`
+    weights: Array  # weights of its heads, float32 `[B, T, N]`
 
 
 def attend(
@@ -106,12 +125,13 @@ def attend(
     sinks: Array | None = None,
     segments: Array | None = None,
     *,
+    index: Index | None = None,
     whole: bool = False,
 ) -> Array:
     """Compute attention of each query to the keys up to its position, in float32."""
     # For long sequences, at most `QUERY_BLOCK` queries have materialized scores, also in the backward pass. Of whole
     # sequences, a block reads only the keys up to its end, so few scores are masked.
-    given = q, k, v, positions, sinks, segments
+    given = q, k, v, positions, sinks, segments, index
     if q.shape[1] <= QUERY_BLOCK:
         return _of_block(scores, range(q.shape[1]), k.shape[1], *given)
     parts = []
@@ -124,7 +144,7 @@ def attend(
 
 
 def _of_block(scores: Scores, queries: range, num_keys: int, *given: Any) -> Array:
-    q, k, v, positions, sinks, segments = given
+    q, k, v, positions, sinks, segments, index = given
     part = slice(queries.start, queries.stop)
     q, k, v, positions = q[:, part], k[:, :num_keys], v[:, :num_keys], positions[:, part]
     num_groups = k.shape[2]
@@ -139,6 +159,9 @@ def _of_block(scores: Scores, queries: range, num_keys: int, *given: Any) -> Arr
         seen &= places > positions[:, :, None] - scores.window
     if scores.chunk is not None:
         seen &= places // scores.chunk == positions[:, :, None] // scores.chunk
+    if index is not None:
+        in_block = Index(index.q[:, part], index.k[:, :num_keys], index.weights[:, part])
+        seen &= _chosen(in_block, seen, scores.num_keys)
     logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
     if sinks is not None:
         sink = sinks.astype(jnp.float32).reshape(1, num_groups, -1, 1, 1)
@@ -146,6 +169,15 @@ def _of_block(scores: Scores, queries: range, num_keys: int, *given: Any) -> Arr
     shares = jax.nn.softmax(logits, -1)[..., :num_keys]
     y = jnp.einsum("bgnts,bsgv->btgnv", shares, v.astype(jnp.float32))
     return y.reshape(*q.shape[:3], -1).astype(q.dtype)
+
+
+def _chosen(index: Index, seen: Array, number: int) -> Array:
+    """Return the keys with the largest sums of an indexer's heads for each query, bool `[B, T, S]`."""
+    products = jnp.einsum("btnc,bsc->btns", index.q.astype(jnp.float32), index.k.astype(jnp.float32))
+    sums = jnp.einsum("btns,btn->bts", jax.nn.relu(products), index.weights)
+    places = jax.lax.top_k(jnp.where(seen, sums, -jnp.inf), min(number, sums.shape[-1]))[1]
+    line, query = (jnp.arange(size)[:, None] for size in sums.shape[:2])
+    return jnp.zeros(sums.shape, bool).at[line[..., None], query[None], places].set(True)
 
 
 def remember(cache: Cache, new: Cache, positions: Array) -> Cache:
@@ -208,9 +240,11 @@ class GroupedAttention(nnx.Module):
             if config.qk_norm is None or (is_unweighted and not self.rotates):
                 return None
             normalized = num_heads * dims if config.qk_norm is HeadNorm.FULL_WIDTH else dims
-            return norm(normalized, config.norm_eps, config, rngs, use_scale=not is_unweighted)
+            options = {"use_scale": not is_unweighted, "zero_centered": config.zero_centered}
+            return norm(normalized, config.norm_eps, config, rngs, **options)
 
-        widths = [number * dims for number in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+        query_dims = 2 * dims if config.output_gate else dims
+        widths = [config.num_heads * query_dims, config.num_kv_heads * dims, config.num_kv_heads * dims]
         self.q, self.k, self.v = _split_linear(width, widths, rngs, use_bias=config.qkv_bias, **dtypes)
         self.out = Linear(config.num_heads * dims, width, use_bias=config.out_bias, rngs=rngs, **dtypes)
         self.q_norm, self.k_norm = head_norm(config.num_heads), head_norm(config.num_kv_heads)
@@ -222,7 +256,10 @@ class GroupedAttention(nnx.Module):
         self, x: Array, positions: Array, cache: Cache | None, segments: Array | None = None
     ) -> tuple[Array, Cache | None]:
         """Apply attention to tokens `[B, T, H]` at `positions`; return outputs and the updated cache."""
-        q, k, v = (part(x).reshape(*x.shape[:2], -1, self.config.head_dim) for part in (self.q, self.k, self.v))
+        q = self.q(x).reshape(*x.shape[:2], self.config.num_heads, -1)
+        # With a gate, the second half of the channels of a head.
+        q, gate = jnp.split(q, [self.config.head_dim], -1)
+        k, v = (part(x).reshape(*x.shape[:2], -1, self.config.head_dim) for part in (self.k, self.v))
         if not self.config.norm_after_rope:
             q, k = self._normed(q, k)
         if self.rotates:
@@ -244,6 +281,8 @@ class GroupedAttention(nnx.Module):
                 segments = chunks_in(jnp.broadcast_to(positions, x.shape[:2]), chunk)
             y = causal_attention(q, k, v, self.mesh, self.scores, sinks, segments)
         y = checkpoint_name(y, "attention")
+        if self.config.output_gate:
+            y = y * jax.nn.sigmoid(gate)
         return self.out(y.reshape(*x.shape[:2], -1)), cache
 
     def _normed(self, q: Array, k: Array) -> tuple[Array, Array]:
@@ -262,9 +301,25 @@ class GroupedAttention(nnx.Module):
         return jnp.zeros(shape, config.compute_dtype), jnp.zeros(shape, config.compute_dtype)
 
 
-def norm(width: int, eps: float, config: DecoderConfig, rngs: nnx.Rngs, *, use_scale: bool = True) -> nnx.RMSNorm:
+def _with_one(arrays: tuple[Array, ...], **how: Any) -> tuple[Array, ...]:
+    """Replacement of Flax's `promote_dtype`: cast inputs and weights of a norm, and add 1 to the weights."""
+    x, weight = promote_dtype(arrays, **how)
+    return x, 1 + weight
+
+
+def norm(
+    width: int,
+    eps: float,
+    config: DecoderConfig,
+    rngs: nnx.Rngs,
+    *,
+    use_scale: bool = True,
+    zero_centered: bool = False,
+) -> nnx.RMSNorm:
     """Return an RMS norm computing in float32, for parameters of any dtype."""
     options: dict[str, Any] = {"dtype": jnp.float32, "param_dtype": config.param_dtype, "use_scale": use_scale}
+    if zero_centered:
+        options |= {"promote_dtype": _with_one, "scale_init": nnx.initializers.zeros}
     return nnx.RMSNorm(width, epsilon=eps, rngs=rngs, **options)
 
 
@@ -274,7 +329,7 @@ StreamNorm = nnx.RMSNorm | nnx.LayerNorm  # norm of the residual stream
 def stream_norm(config: DecoderConfig, rngs: nnx.Rngs) -> StreamNorm:
     """Return a norm of the residual stream, computing in float32."""
     if not config.layer_norm:
-        return norm(config.embed_dim, config.norm_eps, config, rngs)
+        return norm(config.embed_dim, config.norm_eps, config, rngs, zero_centered=config.zero_centered)
     options: dict[str, Any] = {"dtype": jnp.float32, "param_dtype": config.param_dtype, "use_fast_variance": False}
     return nnx.LayerNorm(config.embed_dim, epsilon=config.norm_eps, rngs=rngs, **options)
 
@@ -301,6 +356,30 @@ def _split_linear(inner: int, widths: Sequence[int], rngs: nnx.Rngs, **options: 
 LATENT_EPS = 1e-6  # epsilon of the norms of compressed vectors, independent of `norm_eps`
 
 
+class Indexer(nnx.Module):
+    """Choice of the keys of each query by heads of their own (DeepSeek-V3.2, DeepSeek Sparse Attention)."""
+
+    # It has no gradient, so that training leaves it as it is. The authors train it to follow the attention.
+
+    def __init__(self, config: DecoderConfig, rank: int, sizes: IndexerSizes, *, mesh: Mesh, rngs: nnx.Rngs) -> None:
+        self.rope, self.sizes = config.rope, sizes
+        options: dict[str, Any] = linear_options(config, mesh) | {"use_bias": False, "rngs": rngs}
+        self.q = Linear(rank, sizes.num_heads * sizes.head_dim, **options)
+        self.k = Linear(config.embed_dim, sizes.head_dim, **options)
+        wide: dict[str, Any] = {"dtype": jnp.float32, "param_dtype": config.param_dtype, "use_fast_variance": False}
+        self.k_norm = nnx.LayerNorm(sizes.head_dim, epsilon=LATENT_EPS, rngs=rngs, **wide)
+        self.weights = Linear(config.embed_dim, sizes.num_heads, **options)
+
+    def __call__(self, x: Array, low: Array, positions: Array) -> Index:
+        """Return the products of tokens `[B, T, H]` and their compressed queries at `positions`."""
+        x, low = jax.lax.stop_gradient((x, low))
+        q = self.q(low).reshape(*x.shape[:2], self.sizes.num_heads, -1)
+        k = self.k_norm(self.k(x)).astype(x.dtype)[:, :, None]
+        weights = self.weights(x).astype(jnp.float32) * (self.sizes.num_heads * self.sizes.head_dim) ** -0.5
+        found = Index(self.rope(q, positions), self.rope(k, positions)[:, :, 0], weights)
+        return jax.lax.stop_gradient(found)
+
+
 class LatentAttention(nnx.Module):
     """Multi-head latent attention."""
 
@@ -321,34 +400,43 @@ class LatentAttention(nnx.Module):
         self.kv_norm = norm(latent.kv_rank, LATENT_EPS, config, rngs)
         self.kv_up = linear(latent.kv_rank, num_heads * (latent.plain_dim + latent.value_dim))
         self.out = linear(num_heads * latent.value_dim, width, config.out_bias)
+        sizes, rank = latent.indexer, q_width or width
+        self.indexer = None if sizes is None else Indexer(config, rank, sizes, mesh=mesh, rngs=rngs)
 
     def __call__(
         self, x: Array, positions: Array, cache: Cache | None, segments: Array | None = None
     ) -> tuple[Array, Cache | None]:
         """Apply attention to tokens `[B, T, H]` at `positions`; return outputs and the updated cache."""
-        q = self._queries(x, positions)
+        low = x if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x)).astype(x.dtype)
+        q = self._queries(low, positions)
         if self.config.temperature is not None:
             q = (q * self.config.temperature(positions)[:, :, None, None]).astype(x.dtype)
         small, turning = jnp.split(self.kv_down(x), [self.latent.kv_rank], -1)
         # The rotated part is a single head, shared by all query heads, without a norm.
         turned = self.config.rope(turning[:, :, None], positions)[:, :, 0]
         small = self.kv_norm(small).astype(x.dtype)
+        index = None if self.indexer is None else self.indexer(x, low, positions)
         if cache is not None:
-            cache = small, turned = remember(cache, (small, turned), positions)
+            new = turned if index is None else jnp.concatenate([turned, index.k.astype(turned.dtype)], -1)
+            cache = small, turned = remember(cache, (small, new), positions)
+            turned, keys = jnp.split(turned, [self.latent.rotated_dim], -1)
+            index = None if index is None else index._replace(k=keys)
         k, v = self._keys_and_values(small, turned)
         q, k, v = checkpoint_name((q, k, v), "attention")
-        scores = Scores(self.config.attention_scale)
-        if cache is None:
-            y = causal_attention(q, k, v, self.mesh, scores, None, segments)
+        indexer = self.latent.indexer
+        scores = Scores(self.config.attention_scale, num_keys=0 if indexer is None else indexer.num_keys)
+        if cache is not None:
+            y = attend(q, k, v, positions, scores, index=index)
         else:
-            y = attend(q, k, v, positions, scores)
+            # An indexer chooses all keys of short sequences.
+            y = causal_attention(
+                q, k, v, self.mesh, scores, None, segments, index if x.shape[1] > scores.num_keys else None
+            )
         y = checkpoint_name(y, "attention")
         return self.out(y.reshape(*x.shape[:2], -1)), cache
 
-    def _queries(self, x: Array, positions: Array) -> Array:
-        if self.q_down is not None and self.q_norm is not None:
-            x = self.q_norm(self.q_down(x)).astype(x.dtype)
-        heads = self.q_up(x).reshape(*x.shape[:2], self.config.num_heads, -1)
+    def _queries(self, low: Array, positions: Array) -> Array:
+        heads = self.q_up(low).reshape(*low.shape[:2], self.config.num_heads, -1)
         plain, turning = jnp.split(heads, [self.latent.plain_dim], -1)
         return jnp.concatenate([plain, self.config.rope(turning, positions)], -1)
 
@@ -360,6 +448,7 @@ class LatentAttention(nnx.Module):
 
     def empty_cache(self, batch_size: int, length: int) -> Cache:
         """Return an empty cache for `batch_size` sequences of `length` tokens."""
-        dims = (self.latent.kv_rank, self.latent.rotated_dim)
+        indexer = self.latent.indexer
+        dims = (self.latent.kv_rank, self.latent.rotated_dim + (0 if indexer is None else indexer.head_dim))
         small, turned = (jnp.zeros((batch_size, length, dim), self.config.compute_dtype) for dim in dims)
         return small, turned

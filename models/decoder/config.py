@@ -14,6 +14,15 @@ from models.decoder.rope import Rope
 
 
 @dataclass(frozen=True)
+class IndexerSizes:
+    """Sizes of the indexer of sparse attention."""
+
+    num_heads: int  # heads, whose products are added
+    head_dim: int  # channels per head
+    num_keys: int  # number of keys visible to a query
+
+
+@dataclass(frozen=True)
 class Latent:
     """Sizes of multi-head latent attention (DeepSeek-V2, section 2.1)."""
 
@@ -22,6 +31,42 @@ class Latent:
     plain_dim: int  # channels per key head without rotation
     rotated_dim: int  # rotated channels, shared by all key heads
     value_dim: int  # channels per value head
+    indexer: IndexerSizes | None = None  # sizes of the indexer of sparse attention; `None` for attention to all keys
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Sizes of gated delta networks; see `models.decoder.delta_net`."""
+
+    num_heads: int  # `N`, heads of values
+    num_key_heads: int  # `G`, heads of queries and keys, a divisor of `num_heads`
+    key_dim: int  # `K`, channels per head of queries and keys
+    value_dim: int  # `V`, channels per head of values
+    kernel_size: int  # `W`, tokens of the causal convolution
+    # If True, two matrices have all projections, with those of a key head next to each other; else four
+    is_joined: bool
+
+    def __post_init__(self) -> None:
+        require_positive(self, "num_heads", "num_key_heads", "key_dim", "value_dim", "kernel_size")
+        if self.num_heads % self.num_key_heads:
+            raise ValueError(
+                f"num_heads is {self.num_heads}; expected a multiple of num_key_heads {self.num_key_heads}"
+            )
+
+    @property
+    def dims(self) -> tuple[int, int, int]:
+        """Channels per head of queries, keys and values."""
+        return self.key_dim, self.key_dim, self.value_dim
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Ends of queries and keys in the channels of the convolution."""
+        return self.num_key_heads * self.key_dim, 2 * self.num_key_heads * self.key_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return self.ends[1] + self.num_heads * self.value_dim
 
 
 class HeadNorm(Enum):
@@ -55,6 +100,7 @@ class Scores:
     scale: float  # factor on the products of queries and keys
     window: int | None = None  # number of keys visible to a query, including its own; `None` is unlimited
     chunk: int | None = None  # number of consecutive positions that see each other alone; `None` is unlimited
+    num_keys: int = 0  # keys of a query chosen by an indexer, if there is one
 
 
 @dataclass(frozen=True)
@@ -94,6 +140,10 @@ class DecoderConfig:
     # Factor on the queries of these layers, and of all layers with latent attention; `None` for none
     temperature: Temperature | None = None
     latent: Latent | None = None  # sizes of latent attention; `None` uses grouped-query attention
+    delta: DeltaNet | None = None  # sizes of gated delta networks
+    delta_layers: tuple[int, ...] = ()  # indices of the layers with such a network in place of attention
+    output_gate: bool = False  # if True, multiply outputs of grouped attention by a sigmoid of a projection
+    zero_centered: bool = False  # if True, RMS norms multiply by 1 + weight, besides those of gated delta networks
     embed_scale: float = 1.0  # factor on embeddings
     residual_scale: float = 1.0  # factor on what attention and experts add to the residual stream
     logit_scale: float = 1.0  # factor on logits
@@ -119,9 +169,6 @@ class DecoderConfig:
     max_positions: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        require_positive(
-            self, "vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"
-        )
         require_positive(self, "vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
         require_positive(self, "mlp_dim", "num_experts")
         if self.num_heads % self.num_kv_heads:

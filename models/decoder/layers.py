@@ -261,7 +261,7 @@ KEPT = (*CHECKPOINT_NAMES, "attention")
 LAYER_INPUT = "layer_input"  # name of the input of a layer in a loop, as set by `checkpoint_name`
 
 # Weights of the products in the compute dtype; routers and norms compute in float32.
-NARROWED = ("q", "k", "v", "out", "up", "down", "gate")
+NARROWED = ("q", "k", "v", "qkv", "qkvz", "z", "out", "up", "down", "gate")
 
 
 def one_by_one(

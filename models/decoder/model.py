@@ -27,6 +27,7 @@ from models.decoder.attention import (
     stream_norm,
 )
 from models.decoder.config import DecoderConfig
+from models.decoder.delta_net import GatedDeltaNet
 from models.decoder.layers import Rules, one_by_one, over_data, scanned
 from models.mesh import batch_sharding, topology_of
 
@@ -104,8 +105,10 @@ class DecoderBlock(nnx.Module):
     def __init__(self, config: DecoderConfig, layer: int, where: Placement, rngs: nnx.Rngs) -> None:
         self.residual_scale, self.norm_after = config.residual_scale, config.norm_after
         self.attention_norm = stream_norm(config, rngs)
-        self.attention: GroupedAttention | LatentAttention
-        if config.latent is None:
+        self.attention: GroupedAttention | LatentAttention | GatedDeltaNet
+        if config.delta is not None and layer in config.delta_layers:
+            self.attention = GatedDeltaNet(config, config.delta, mesh=where.mesh, rngs=rngs)
+        elif config.latent is None:
             self.attention = GroupedAttention(config, layer, mesh=where.mesh, rngs=rngs)
         else:
             self.attention = LatentAttention(config, config.latent, mesh=where.mesh, rngs=rngs)
@@ -127,7 +130,11 @@ class DecoderBlock(nnx.Module):
         if positions is None:
             positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
         before, after = (_same, _normed) if self.norm_after else (_normed, _same)
-        y, new = self.attention(before(self.attention_norm, x), positions, cache, segments)
+        between = before(self.attention_norm, x)
+        if isinstance(self.attention, GatedDeltaNet):
+            y, new = self.attention(between, mask, cache, segments)
+        else:
+            y, new = self.attention(between, positions, cache, segments)
         y = after(self.attention_norm, y)
         x = checkpoint_name(x + scaled(y, self.residual_scale), "stream")
         between = before(self.moe_norm, x)

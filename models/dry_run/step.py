@@ -90,12 +90,16 @@ def decoder_flops_per_token(config: DecoderConfig, sequence_length: int) -> int:
     """Return the ideal floating-point operations of a step per token, without the optimizer."""
     # An embedding is a lookup, not a matrix product.
     products = num_params(config)[1] - (0 if config.tie_embeddings else config.vocab_size * config.embed_dim)
-    latent = config.latent
+    latent, delta = config.latent, config.delta
     channels = latent.plain_dim + latent.rotated_dim + latent.value_dim if latent else 2 * config.head_dim
     attention = sum(
         _keys_seen(sequence_length, config.window(layer), config.chunk(layer)) * config.num_heads * channels
         for layer in range(config.num_layers)
+        if layer not in config.delta_layers
     )
+    if delta is not None:
+        # Reads of the state by keys and by queries, and its update.
+        attention += 3 * len(config.delta_layers) * delta.num_heads * delta.key_dim * delta.value_dim
     return 2 * BACKWARD * (products + attention)
 
 

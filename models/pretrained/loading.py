@@ -18,7 +18,7 @@ from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.file_limits import UNLIMITED
 from models.architectures.config_json import Fields, read_fields
 from models.architectures.parameter_map import ParameterSlice
-from models.architectures.registry import configured, layouts_in_file
+from models.architectures.registry import architecture_of, configured, layouts_in_file
 from models.decoder.config import DecoderConfig
 from models.decoder.model import Decoder
 from models.mesh import placed_shapes, state_shardings
@@ -111,6 +111,7 @@ def _passed_over(fields: Fields, num_further: int, are_tied: bool) -> tuple[str,
     """Return name prefixes of tensors to skip: multi-token prediction layers, and a copy of the tied embedding."""
     last = fields.num_layers()
     layers = tuple(f"model.layers.{layer}." for layer in range(last + num_further, last + fields.num_further()))
+    layers += architecture_of(fields).names.passed_over
     return (*layers, "lm_head.weight") if are_tied else layers
 
 

@@ -21,7 +21,7 @@ MOMENTUM = 0.9  # decay of the momentum of SGD
 
 # Root mean square of Muon's updates, x learning rate. It is AdamW's, for equal rates (arXiv 2502.16982).
 MUON_RMS = 0.2
-TABLES = ("embedding", "head")  # parameters of tokens, which Muon leaves to AdamW
+TABLES = ("embedding", "head", "conv")  # parameters of tokens, and filters, which Muon leaves to AdamW
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
@@ -51,11 +51,13 @@ def _names(path: Any) -> tuple[str, ...]:
 
 
 def decays_weights(params: Any) -> Any:
-    """Return True for the matrices of a model, False for norms, biases, attention sinks and routers."""
+    """Return True for the matrices of a model, False for norms, biases, sinks, decays, indexers and routers."""
 
     def is_decayed(path: Any, _: Any) -> bool:
         names = _names(path)
-        return "bias" not in names[-1] and names[-1] not in ("scale", "sinks") and names[-2:] != ROUTER
+        is_other = "bias" in names[-1] or names[-1] in ("scale", "sinks", "a_log") or names[-2:] == ROUTER
+        # Indexers have no gradient.
+        return not is_other and "indexer" not in names
 
     return jax.tree.map_with_path(is_decayed, params)
 

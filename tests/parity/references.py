@@ -98,7 +98,8 @@ def make_model(name: str) -> torch.nn.Module:
         if path.endswith("e_score_correction_bias"):
             tensor.data.uniform_(-0.2, 0.2)
         elif "norm" in path:
-            tensor.data.uniform_(0.5, 1.5)
+            # From 1, or from 0 where the norm adds 1.
+            tensor.data.add_(torch.empty_like(tensor).uniform_(-0.5, 0.5))
         elif isinstance(tensor, torch.nn.Parameter):
             tensor.data.normal_(0, 0.2)
     return model

@@ -26,7 +26,7 @@ DERIVED = {
 }
 """Fields that repeat others: `transformers` ignores them, or they only matter for a refused feature."""
 
-LATENT_KINDS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
+LATENT_KINDS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm_moe_dsa", "mistral4")
 REPEATED_HEADS = {kind: {"num_key_value_heads": 8} for kind in LATENT_KINDS}
 """Fields of latent attention that repeat the eight heads of a test; another value is refused."""
 

@@ -31,6 +31,20 @@ KINDS = {
         },
         VISION | LAYERS | {"out_hidden_size": 32, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
     ),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        CONFIGS["qwen3_5_moe_text"][1]
+        | {
+            "rope_parameters": {
+                "mrope_interleaved": True,
+                "mrope_section": [1, 1, 0],
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.25,
+            }
+        },
+        VISION | LAYERS | {"out_hidden_size": 32, "num_position_embeddings": 16},
+    ),
     "glm4v_moe": (
         "Glm4vMoe",
         CONFIGS["glm4_moe"][1]

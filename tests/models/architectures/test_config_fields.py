@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+import yaml
 from flax import nnx
 
 from jax_moe_lb import System
@@ -17,7 +19,8 @@ from models.decoder.model import Decoder
 from models.mesh import make_mesh
 from models.tiny_checkpoint import tiny_config
 from models.upcycle import upcycled_config
-from tests.models.architectures.published_files import DENSE, FILES
+
+PUBLISHED = yaml.safe_load(Path(__file__).with_name("published_files.yaml").read_text())
 
 WITH_EFFECT = {
     "activation_situ_beta": 2.0,
@@ -63,10 +66,13 @@ SIZES = {"dots1": {"max_window_layers": 1}, "llama4_text": {"num_hidden_layers":
 """Fields of a tiny model that make more of its fields have an effect."""
 
 IGNORED = {
+    "glm_moe_dsa": {"index_skip_topk_offset"},
     "minimax_m2": {"mlp_intermediate_size", "shared_moe_mode", "swa_rope_theta"},
     "phimoe": {"original_max_position_embeddings"},
     "qwen2_moe": {"intermediate_size", "max_window_layers", "sliding_window"},
     "qwen3_moe": {"intermediate_size", "max_window_layers", "sliding_window"},
+    "qwen3_5_moe_text": {"intermediate_size"},
+    "qwen3_next": {"intermediate_size", "max_window_layers", "sliding_window"},
     "solar_open": {"intermediate_size"},
 }
 """Fields of a tiny model that other fields make void, by architecture."""
@@ -82,7 +88,7 @@ def reading(raw):
     """Return the fields after an architecture has read them."""
     architecture = ARCHITECTURES[raw["model_type"]]
     fields = Fields(json.dumps(raw)).with_defaults(architecture.defaults)
-    architecture.config(fields)
+    architecture.read(fields)
     return fields
 
 
@@ -103,14 +109,14 @@ def others(value):
     return [True, 3, 0.25, "other", ["other"], [0], {"other": 1}]
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", PUBLISHED["models"])
 def test_the_files_of_published_models_are_read(name):
-    raw, billions = FILES[name]
-    assert round(num_params(configured(Fields(json.dumps(raw))))[0] / 1e9, 1) == billions
+    model = PUBLISHED["models"][name]
+    assert round(num_params(configured(Fields(json.dumps(model["file"]))))[0] / 1e9, 1) == model["billions"]
 
 
 def test_every_architecture_has_a_published_file():
-    assert {raw["model_type"] for raw, _ in FILES.values()} == ARCHITECTURES.keys()
+    assert {model["file"]["model_type"] for model in PUBLISHED["models"].values()} == ARCHITECTURES.keys()
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -168,7 +174,7 @@ def test_no_field_without_effect_has_one_in_a_tested_model():
 
 
 @pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize("fields", DENSE, ids=lambda fields: fields["model_type"])
+@pytest.mark.parametrize("fields", PUBLISHED["dense"], ids=lambda fields: fields["model_type"])
 def test_upcycled_files_of_published_dense_models_are_read(fields, share):
     text = upcycled_config(Fields(json.dumps(fields)), 8, 2, share)
     assert configured(Fields(text)).num_experts == 8

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 from models.config import preset
 from models.decoder import attention as scores
 from models.decoder import fused_attention as fused
-from models.decoder.attention import _on_each_device, attend, has_cudnn_kernel
+from models.decoder.attention import Index, _on_each_device, attend, has_cudnn_kernel
 from models.decoder.config import Scores
 from models.decoder.layers import period_of
 from models.decoder.rope import Rope
@@ -87,6 +87,27 @@ def test_blocks_with_sinks_equal_the_whole(window, monkeypatch):
     for whole in (False, True):
         for ours, expected in zip(jax.jit(partial(with_gradients, whole))(), want, strict=True):
             np.testing.assert_allclose(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_an_indexer_chooses_the_keys_of_each_query(monkeypatch):
+    """In blocks of whole sequences and with a cache, against a loop over queries."""
+    q, k, v, _ = inputs(9, jnp.float32)
+    rng, positions = np.random.default_rng(0), jnp.broadcast_to(jnp.arange(9)[None], (2, 9))
+    index = Index(*(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 9, 6, 5), (2, 9, 5), (2, 9, 6))))
+    segments = np.array([[0] * 4 + [1] * 5, [0] * 9])
+    sums = np.einsum("btns,btn->bts", np.maximum(np.einsum("btnc,bsc->btns", index.q, index.k), 0), index.weights)
+    for given in (None, jnp.asarray(segments)):
+        want = np.zeros(q.shape, np.float32)
+        for line, query in np.ndindex(2, 9):
+            keys = [s for s in range(query + 1) if given is None or segments[line, s] == segments[line, query]]
+            keys = sorted(keys, key=lambda s: -sums[line, query, s])[:3]
+            logits = np.einsum("nc,snc->ns", q[line, query], k[line, keys]) * 0.3
+            want[line, query] = np.einsum("ns,snc->nc", jax.nn.softmax(logits), v[line, keys])
+        for block, whole in ((16, False), (4, False), (4, True)):
+            monkeypatch.setattr(scores, "QUERY_BLOCK", block)
+            got = attend(q, k, v, positions, Scores(0.3, num_keys=3), None, given, index=index, whole=whole)
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

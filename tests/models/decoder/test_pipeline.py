@@ -88,6 +88,7 @@ CASES = {
         ("deepseek_v3", 6),
         ParallelConfig(1, 2, "greedy", stages=2, repeats=2, microbatches=4, layers_before=1),
     ),
+    "delta networks": (("qwen3_next", 8), ParallelConfig(1, 2, "plain", stages=2)),
     "four stages": (("mixtral", 4), ParallelConfig(2, 1, "plain", stages=4, microbatches=8)),
 }
 

@@ -23,7 +23,7 @@ STEPS = 3
 def test_random_parameters_with_routing_biases_have_a_rate(name):
     source = source_of(ModelConfig(checkpoint=name))
     has_biases = source.config.router.selection_bias
-    assert has_biases == (name in ("deepseek-v3", "glm-4.5"))
+    assert has_biases == (name in ("deepseek-v3", "glm-4.5", "glm-5"))
     assert with_sizes({}, source)["model"].get("bias_rate") == (BIAS_RATE if has_biases else None)
     assert with_sizes({"model": {"bias_rate": 0.0}}, source)["model"]["bias_rate"] == 0
 

@@ -78,6 +78,30 @@ def test_a_run_writes_a_checkpoint(checkpoint):
     assert json.loads((run.path / "config.json").read_text())["config"]["model"]["num_experts"] == 4
 
 
+KINDS = {
+    "qwen3_next": {"num_experts": 4, "num_hidden_layers": 2, "full_attention_interval": 2},
+    "glm_moe_dsa": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_hidden_layers": 2, "index_topk": 4},
+}
+"""Fields of tiny models with delta networks and with sparse attention."""
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_delta_networks_and_sparse_attention_are_trained(name, checkpoint, monkeypatch):
+    """Every parameter moves, besides those of indexers, which have no gradient."""
+    for field, value in ({"hidden_size": 32} | KINDS[name]).items():
+        monkeypatch.setitem(ARCHITECTURES[name].tiny, field, value)
+    base = checkpoint.parent / name
+    write_tiny(name, base)
+    run, _ = tuned(base, "run", "--mesh", "data=2,expert=2", "--steps", 6)
+    assert losses(run)[-1] < losses(run)[0] - 1
+    assert np.isfinite([row["gradient_norm"] for row in run.rows("step")]).all()
+    before, after = load_file(base / "model.safetensors"), load_file(run.model / "model.safetensors")
+    same = {tensor for tensor, value in before.items() if np.array_equal(value, after[tensor])}
+    assert same == {tensor for tensor in before if ".indexer." in tensor or "e_score_correction_bias" in tensor}
+
+
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_a_run_resumes_on_another_mesh(checkpoint):
