@@ -46,6 +46,7 @@ class Gpu:
     client: SimpleNamespace
     platform: str = "gpu"
     process_index: int = 0
+    device_kind: str = "a GPU"
 
 
 @pytest.mark.parametrize(("version", "platform"), [("rocm 70200", "rocm"), ("PJRT C API\ncuda 13000", "cuda")])

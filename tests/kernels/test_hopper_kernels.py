@@ -131,10 +131,10 @@ def test_narrow_operands_are_padded():
 
 @pytest.mark.slow
 def test_gradients(monkeypatch):
-    def on_cuda(product, *operands, sums=None):
+    def on_cuda(product, *operands, sums=None, is_read=None):
         choice = choose_backend(product, "cuda")
         assert choice.backend.name == KERNEL, choice.why
-        return choice.backend(product, *operands, sums)
+        return choice.backend(product, *operands, sums, is_read)
 
     monkeypatch.setattr(op, "_by_platform", on_cuda)
     check_gradients(SIZES["uneven"], NUM_ROWS, run)

@@ -40,10 +40,10 @@ def with_kernels_of_gpus(monkeypatch):
     on_gpu(monkeypatch)
     monkeypatch.setattr(pallas, "pallas_call", partial(pallas.pallas_call, interpret=True))
 
-    def on_cuda(product, *operands, sums=None):
+    def on_cuda(product, *operands, sums=None, is_read=None):
         choice = backends.choose_backend(product, "cuda")
         assert choice.backend.name == "Triton kernel", choice.why
-        return choice.backend(product, *operands, sums)
+        return choice.backend(product, *operands, sums, is_read)
 
     monkeypatch.setattr(products, "_by_platform", on_cuda)
 
