@@ -253,7 +253,7 @@ def added(sums: SumsT, of_round: PyTree) -> SumsT:
     """Add the gradients of a round to `widened` sums."""
 
     def add(total: Halves | Array, part: Array) -> Halves | Array:
-        return total.plus(part) if isinstance(total, Halves) else total + part
+        return total.plus(part) if isinstance(total, Halves) else total + part.astype(total.dtype)
 
     return _map_sums(add, sums, of_round)
 
