@@ -27,8 +27,9 @@ DERIVED = {
 """Fields that repeat others: `transformers` ignores them, or they only matter for a refused feature."""
 
 LATENT_KINDS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm_moe_dsa", "mistral4")
-REPEATED_HEADS = {kind: {"num_key_value_heads": 8} for kind in LATENT_KINDS}
-"""Fields of latent attention that repeat the eight heads of a test; another value is refused."""
+REPEATED = {kind: {"num_key_value_heads": 8} for kind in LATENT_KINDS}
+REPEATED["glm_moe_dsa"]["first_k_dense_replace"] = 1
+"""Fields that repeat the eight heads of a test, or a list with a kind per layer; another value is refused."""
 
 REQUIRED_ROPE = {
     "factor",
@@ -80,7 +81,7 @@ def other(value):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_absent_fields_have_the_defaults_of_transformers(name):
-    repeated = REPEATED_HEADS.get(name, {})
+    repeated = REPEATED.get(name, {})
     fields = whole(name, num_attention_heads=8, **repeated)
     for field in fields.keys() - {"model_type"}:
         raw = {key: value for key, value in fields.items() if key != field}
