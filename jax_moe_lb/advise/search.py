@@ -168,7 +168,7 @@ FAR = 1.1
 
 
 ROUND_SHARE = 0.1
-"""Time of one more round over that of a step, if no workload had one."""
+"""Time of one more round over that of a layer, if no workload had one."""
 
 
 @dataclass(frozen=True)

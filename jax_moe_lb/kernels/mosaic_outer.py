@@ -1,7 +1,7 @@
 """Pallas kernel of weight gradients for Hopper, compiled by Mosaic GPU.
 
 It reads rows without a transposed copy, and writes sums in parts, such as those of home experts and replicas. Groups
-without rows are cleared, or not written if nobody reads them.
+without rows are cleared, or not written if they are not read.
 """
 
 from collections.abc import Callable, Sequence

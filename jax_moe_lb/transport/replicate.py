@@ -81,8 +81,8 @@ class Replicate(abc.ABC):
         Args:
             sums: gradients of the `L` home experts of this rank, in the dtype of the sums. Further rows may follow and
                 pass through. They are not used afterwards and can be updated in place.
-            gradients: gradients of the `S - L` replicas of this rank, in the dtype of the transfer. On accelerators,
-                those of empty slots are uninitialized.
+            gradients: gradients of the `S - L` replicas of this rank, in the dtype of the transfer. On GPUs, those
+                of empty slots are uninitialized.
             plan: plan passed to `start`.
             topology: topology passed to `start`.
 
