@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jax_moe_lb.collectives.exchange_paths import exchange_path
 from jax_moe_lb.collectives.home_slices import HomeSlices
+from jax_moe_lb.collectives.permutes import largest, other_manual_axes
 from jax_moe_lb.collectives.ragged_all_to_all import (
     as_words,
     empty_buffer_after,
@@ -275,9 +276,7 @@ def sends_in_place(like: Kinds, topology: Topology) -> bool:
 
 # ---- a ring of ppermutes ------------------------------------------------------
 def ring_fetch(home: WeightsOfKind, wanted: Wanted, *, axis_name: Axes) -> WeightsOfKind:
-    """Compute `fetch` on a ring: the home blocks pass every rank."""
-    # They always go all the way. A permute is one operation of all devices of the mesh, and other groups, with other
-    # plans, must run the same number.
+    """Compute `fetch` on a ring: the home blocks pass the ranks up to the farthest replica."""
     num_ranks, num_home = wanted.shape[0], home.shape[0]
     distance, local = _ring_distance(wanted, num_home), wanted % num_home
     me = jax.lax.axis_index(axis_name)
@@ -292,11 +291,11 @@ def ring_fetch(home: WeightsOfKind, wanted: Wanted, *, axis_name: Axes) -> Weigh
 
     # Zeros with the varying axes of the weights.
     slots = jnp.zeros_like(home, shape=(wanted.shape[1], *home.shape[1:]))
-    return jax.lax.fori_loop(1, num_ranks, step, (home, slots))[1]
+    return jax.lax.fori_loop(1, _farthest(distance, axis_name) + 1, step, (home, slots))[1]
 
 
 def ring_sum(upstream: WeightsOfKind, wanted: Wanted, *, num_home: int, axis_name: Axes) -> WeightsOfKind:
-    """Return the addends of `add_at_home`, `[L, ...]`: sums pass all ranks with replicas on a ring and return home."""
+    """Return the addends of `add_at_home`, `[L, ...]`: sums pass the ranks with replicas on a ring and return home."""
     num_ranks = wanted.shape[0]
     distance, local = _ring_distance(wanted, num_home), wanted % num_home
     me = jax.lax.axis_index(axis_name)
@@ -309,7 +308,8 @@ def ring_sum(upstream: WeightsOfKind, wanted: Wanted, *, num_home: int, axis_nam
         sums = sums.at[local[me]].add(jnp.where(here, upstream, 0).astype(sums.dtype))
         return jax.lax.ppermute(sums, axis_name, down)
 
-    return jax.lax.fori_loop(0, num_ranks - 1, step, zero_sums((upstream,), num_home)[0])
+    first = num_ranks - 1 - _farthest(distance, axis_name)
+    return jax.lax.fori_loop(first, num_ranks - 1, step, zero_sums((upstream,), num_home)[0])
 
 
 def _ring_distance(wanted: Wanted, num_home: int) -> Wanted:
@@ -317,6 +317,12 @@ def _ring_distance(wanted: Wanted, num_home: int) -> Wanted:
     num_ranks = wanted.shape[0]
     ranks = iota(num_ranks)[:, None]
     return jnp.where(wanted >= 0, (ranks - wanted // num_home) % num_ranks, 0)
+
+
+def _farthest(distance: Wanted, axis_name: Axes) -> Int[Array, ""]:
+    """Return the largest distance on the ring: 0 without replicas, and so no transfer."""
+    # A permute is one operation of all devices of the mesh. Other groups, with other plans, must run the same number.
+    return largest(distance.max(), axis_name + other_manual_axes(axis_name))
 
 
 # ---- ragged_all_to_all ------------------------------------------------------

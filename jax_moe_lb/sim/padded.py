@@ -2,8 +2,8 @@
 
 An exchange consists of the permutes of `collectives/permutes.py`, one after the other on all ranks together. A permute
 carries whole steps of `P / R` rows for an operand of `P` rows, as many as its largest pair needs. The operand of the
-way out has all copies of a rank, and that of the way back a receive buffer. Replicas are gathered on a ring: all home
-experts pass every rank, whatever the plan.
+way out has all copies of a rank, and that of the way back a receive buffer. Replicas are gathered on a ring, which all
+home experts follow up to the farthest replica.
 
 A round takes the next rows of every receiver's stream, and all ranks wait for the last one. The stream is sorted by
 slot, then by source. In two phases static experts come first in the streams of the homes, and of a dynamic expert the
@@ -124,11 +124,17 @@ def _order(last: Bool[np.ndarray, "R X"]) -> Int[np.ndarray, "R X"]:
     return np.argsort(last, axis=1, kind="stable")
 
 
-def ring_experts(num_ranks: int, num_home: int, *, back: bool = False) -> Float[np.ndarray, "R R"]:
-    """Compute the experts sent from rank to rank if the home experts of all ranks pass every rank."""
+def farthest_replica(replicas: RowsBetween) -> int:
+    """Return the largest distance on the ring between the home of a replica and its rank; 0 without replicas."""
+    homes, ranks = np.nonzero(replicas)
+    return int(((ranks - homes) % len(replicas)).max(initial=0))
+
+
+def ring_experts(num_ranks: int, num_home: int, hops: int, *, back: bool = False) -> Float[np.ndarray, "R R"]:
+    """Compute the experts sent from rank to rank if the home experts of all ranks take some hops on the ring."""
     sent = np.zeros((num_ranks, num_ranks))
     ranks = np.arange(num_ranks)
-    sent[ranks, (ranks + (-1 if back else 1)) % num_ranks] = (num_ranks - 1) * num_home
+    sent[ranks, (ranks + (-1 if back else 1)) % num_ranks] = hops * num_home
     return sent
 
 

@@ -38,6 +38,7 @@ from jax_moe_lb.sim.padded import (
     PaddedHop,
     TurnRows,
     exchange_hops,
+    farthest_replica,
     ring_experts,
     rounds_by_share,
     rounds_in_phases,
@@ -238,9 +239,6 @@ def _part(system: System, model: ModelShape, group: Group, found: HostPlan, wave
     weights, gradients = replicas_between(plan), gradients_between(plan)
     copied = system.replica_slots * joins_weights(system, model, group.cluster)
     arriving = _arriving(gradients, copied, model)
-    if group.cluster.communication.padded and system.replica_slots:
-        sizes = len(group.ranks), plan.num_home
-        weights, gradients = ring_experts(*sizes), ring_experts(*sizes, back=True)
     return _Part(group, moved, weights, gradients, arriving, load_after)
 
 
@@ -329,10 +327,11 @@ def _merged(
     loads = np.zeros(cluster.num_ranks, np.int64)
     for part in parts:
         loads[part.group.ranks] = part.load
+    if cluster.communication.padded:
+        parts, messages = _on_rings(parts, cluster, counts.shape[1], model.matrices)
     weights = on_links([part.weights for part in parts], float(model.expert_bytes))
     gradients = on_links([part.gradients for part in parts], float(model.expert_gradient_bytes))
     if cluster.communication.padded:
-        messages = exchange_hops(cluster.num_ranks, model.matrices * (math.prod(inside) - 1), 1)
         weights, gradients = with_messages(weights, messages), with_messages(gradients, messages)
     return replace(
         shared_work(model, cluster, migration, counts.shape[1], system.dispatch),
@@ -352,6 +351,18 @@ def _arriving(gradients: np.ndarray, copied_slots: int, model: ModelShape) -> fl
     """Return the bytes for the gradients of replicas in the memory of the busiest rank."""
     ranks = zip(gradients.sum(1), gradients.sum(0), strict=True)
     return max(arriving_bytes(int(sent), int(arriving), copied_slots, model) for sent, arriving in ranks)
+
+
+def _on_rings(parts: list[_Part], cluster: Cluster, num_experts: int, matrices: int) -> tuple[list[_Part], float]:
+    """Return groups whose replicas are gathered on rings, all as long as the longest, and the latencies of a ring."""
+    hops = max(farthest_replica(part.gradients.T) for part in parts)
+
+    def on_ring(part: _Part) -> _Part:
+        size = len(part.group.ranks)
+        sent = ring_experts(size, num_experts // size, hops)
+        return replace(part, weights=sent, gradients=ring_experts(size, num_experts // size, hops, back=True))
+
+    return [on_ring(part) for part in parts], exchange_hops(cluster.num_ranks, matrices * hops, 1)
 
 
 def _padded_wave(wave: Wave, parts: list[_Part], at: int, cluster: Cluster) -> Wave:

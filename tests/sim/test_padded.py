@@ -20,7 +20,14 @@ from jax_moe_lb.sim import (
     skewed_counts,
 )
 from jax_moe_lb.sim.network import busy_s, latency_s, level_seconds
-from jax_moe_lb.sim.padded import PaddedHop, padded_rows, rounds_by_share, rounds_of_copies
+from jax_moe_lb.sim.padded import (
+    PaddedHop,
+    farthest_replica,
+    padded_rows,
+    ring_experts,
+    rounds_by_share,
+    rounds_of_copies,
+)
 from jax_moe_lb.sim.work import layer_work
 from jax_moe_lb.transport import Direct, TwoPhase
 from jax_moe_lb.transport.wave_rows import WaveRows
@@ -92,10 +99,17 @@ def test_rows_that_move_wait_for_their_home():
     assert phases.stages["experts"].busy_s == pytest.approx(2 * one_wave.stages["experts"].busy_s)
 
 
-def test_replicas_cost_the_same_for_every_plan_and_nothing_overlaps():
+def test_home_experts_travel_as_far_as_the_farthest_replica_and_nothing_overlaps():
     few, many = (simulate(ultraep(), MODEL, PADDED, skewed_counts(MODEL, 4, skew, 1)) for skew in (1.2, 2.5))
     assert few.stages["weights"].bytes == many.stages["weights"].bytes == 4 * 3 * 2 * MODEL.expert_bytes
     assert sum(stage.hidden_s for stage in many.stages.values()) == pytest.approx(0.0, abs=1e-12)
+    even = simulate(ultraep(), MODEL, PADDED, np.full((1, 4, 8), 64, np.int32))
+    assert "weights" not in even.stages
+    replicas = np.zeros((4, 4), int)
+    for home, rank, farthest in ((2, 3, 1), (3, 1, 2), (0, 3, 3)):
+        replicas[home, rank] = 1
+        assert farthest_replica(replicas) == farthest
+    assert ring_experts(4, 2, 2, back=True).tolist() == (4 * np.roll(np.eye(4), -1, 1)).tolist()
 
 
 def test_padding_takes_time():

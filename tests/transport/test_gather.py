@@ -97,6 +97,33 @@ def test_the_accelerators_path_equals_the_ring():
         assert jnp.isfinite(sums).all()
 
 
+def test_the_ring_ends_at_the_farthest_replica():
+    """Groups with other plans run the same number of permutes."""
+    mesh = make_mesh((2, 4), ("data", "expert"))
+    spec = PartitionSpec(("data", "expert"))
+
+    def one_rank(home, wanted):
+        there = gather.ring_fetch(home, wanted[0], axis_name=("expert",))
+        sums = gather.ring_sum(there, wanted[0], num_home=HOME, axis_name=("expert",))
+        steps = gather._farthest(gather._ring_distance(wanted[0], HOME), ("expert",))
+        return there, sums, steps[None]
+
+    run = jax.jit(jax.shard_map(one_rank, mesh=mesh, in_specs=(spec, PartitionSpec("data")), out_specs=spec))
+    nothing, near = np.full((4, 2), -1, np.int32), np.array([[-1, -1], [1, -1], [2, 5], [-1, -1]], np.int32)
+    home = np.asarray(weights("float32"))
+    for of_groups, hops in (((nothing, nothing), 0), ((nothing, near), 2)):
+        there, sums, steps = run(home, jnp.asarray(np.stack(of_groups)))
+        assert steps.tolist() == [hops] * 8
+        wanted = np.concatenate(
+            [of.reshape(-1) + 4 * HOME * group * (of.reshape(-1) >= 0) for group, of in enumerate(of_groups)]
+        )
+        expected = np.where((wanted >= 0)[:, None, None], home[wanted], 0)
+        np.testing.assert_array_equal(there, expected)
+        returned = np.zeros_like(home)
+        np.add.at(returned, wanted[wanted >= 0], expected[wanted >= 0])
+        np.testing.assert_array_equal(sums, returned)
+
+
 @pytest.mark.slow
 def test_memory_is_that_of_slots_not_of_all_experts():
     """64 experts, of which a rank has 8 home experts and 2 replicas."""
