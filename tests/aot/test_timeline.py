@@ -9,6 +9,7 @@ from jax_moe_lb import Buffers, Topology, exact
 from jax_moe_lb.aot import LayerLoad, LayerSizes, Target, counts_of
 from jax_moe_lb.aot.execution_counts import Launches
 from jax_moe_lb.aot.operation_time import OperationTime
+from jax_moe_lb.aot.product_form import ProductForm
 from jax_moe_lb.aot.schedule import PEER_COPIES, ExchangeShape, Kind, Loop, ScheduledOperation
 from jax_moe_lb.aot.timeline import COMPUTE, ENGINES, EXCHANGES, timeline
 from jax_moe_lb.collectives.exchange_paths import ExchangePath
@@ -97,6 +98,20 @@ def test_overflow_rounds_follow_from_the_load():
         assert len(spans(found, "again")) == load.rounds - 1 == found.rounds - 1
     # The last round has what is left of 4096 rows.
     assert [skewed.sent(0, i).sum() for i in range(7)] == 6 * [640] + [256]
+
+
+def test_gradients_of_empty_slots_are_not_written():
+    """On the rank with the most replicas; kernels of TPUs and libraries clear all groups."""
+    load = load_of(even_counts())
+    placement = np.hstack([load.plan.placement, np.full((8, 2), -1, np.int32)])
+    placement[3, 2] = 0
+    estimator = OperationTime(TARGET, replace(load, plan=replace(load.plan, placement=placement)))
+    form = ProductForm("outer", "triton", "bf16", 640, 128, groups=4)
+    assert estimator._written(form) == 3 / 4
+    assert estimator._written(replace(form, groups=2)) == 1 / 2  # of replicas alone
+    assert estimator._written(replace(form, groups=3)) == 1.0  # home experts of another layer
+    assert estimator._written(replace(form, kernel="library")) == 1.0
+    assert estimator._written(replace(form, kind="product")) == 1.0
 
 
 def test_a_loop_around_the_rounds_has_one_step():
