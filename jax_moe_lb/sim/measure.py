@@ -25,6 +25,7 @@ from jax_moe_lb.core.plan import Plan, plain_plan
 from jax_moe_lb.core.topology import LEVEL_NAMES, Topology
 from jax_moe_lb.core.virtual_devices import use_virtual_cpu_devices
 from jax_moe_lb.kernels.grouped_ffn import grouped_ffn, grouped_ffn_gradients
+from jax_moe_lb.kernels.operands import BackwardRows, Groups
 from jax_moe_lb.sim.machine_profile import Measured, MeasuredExchange
 from jax_moe_lb.transport.replicate import PeerCopy
 
@@ -177,7 +178,8 @@ def _ffn_gradients_s(mesh: Mesh, rows: int) -> float:
 
     def one_rank(x: jax.Array, up: jax.Array, down: jax.Array, gate: jax.Array) -> tuple[jax.Array, Experts]:
         sizes = jax.lax.pcast(jnp.full(GROUPS, rows, jnp.int32), mesh.axis_names, to="varying")
-        found = grouped_ffn_gradients(x, jnp.ones_like(x[:, :1]), Experts(up, down, gate), sizes, x, jnp.float32)
+        batch = BackwardRows(x, jnp.ones_like(x[:, :1]), x)
+        found = grouped_ffn_gradients(batch, Experts(up, down, gate), Groups(sizes), jnp.float32)
         assert isinstance(found[2], Experts)
         return found[0], found[2]
 

@@ -45,6 +45,7 @@ from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, GroupSizes, Quota, Rows, State, Tokens, iota, pytree
 from jax_moe_lb.core.validation import check_plan, fallback_to_plain
 from jax_moe_lb.kernels.grouped_ffn import ExpertParts, grouped_ffn
+from jax_moe_lb.kernels.operands import BackwardRows
 from jax_moe_lb.transport.cost import TransportCost
 from jax_moe_lb.transport.direct import Direct, DirectReceipt
 from jax_moe_lb.transport.dispatch import Routed, Served
@@ -67,8 +68,6 @@ from jax_moe_lb.transport.slot_weights import (
     apart_by_home,
     at_home,
     dtype_of_sums,
-    fuse_gate_up,
-    gradients_of_round,
     optimization_barrier,
     widened,
 )
@@ -632,14 +631,11 @@ class _Backward(NamedTuple):
 
     def _gate_goes_in_up(self, rows: Rows) -> bool:
         # Both waves use the same form, because their gradients are added.
-        return fuse_gate_up(self.experts, rows, are_joined=False)
+        return Slots(self.experts, None).fuse_gate_up(rows)
 
     def _gradients(self, parts: tuple[Array, ...], slots: Slots, sizes: Array, fused: bool) -> tuple[Rows, Array, Any]:
-        rows, weights, upstream = parts
         dtype = dtype_of_sums(self.experts, self.ways.direct, is_first=self.is_first)
-        experts = slots.weights(sizes)
-        args = rows, weights, experts, slots.again, sizes, upstream, dtype, None, None, slots.is_read
-        return gradients_of_round(*args, fused=fused)
+        return slots.gradients(BackwardRows(*parts), sizes, dtype, fused=fused)
 
 
 @jax.named_scope("backward")
