@@ -23,7 +23,7 @@ from benchmarks.render.results import Table, Value
 from jax_moe_lb.aot.targets import GPUS
 from jax_moe_lb.kernels import triton_product
 from jax_moe_lb.kernels.backends import BACKENDS, DIMENSIONS, KINDS, Backend, Kind, Product, choose_backend
-from jax_moe_lb.kernels.operands import Groups
+from jax_moe_lb.kernels.operands import RowGroups
 from jax_moe_lb.kernels.triton_outer import Tile
 
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -130,7 +130,7 @@ class Mosaic(NamedTuple):
 def mosaic(tiles: Mosaic) -> Kernel:
     """Return tokamax's kernel with the given tiles."""
 
-    def multiply(product: Product, left: Any, right: Any, groups: Groups) -> Any:
+    def multiply(product: Product, left: Any, right: Any, groups: RowGroups) -> Any:
         import tokamax
         from tokamax._src.ops.ragged_dot import pallas_mosaic_gpu
 
@@ -160,7 +160,7 @@ def mosaic(tiles: Mosaic) -> Kernel:
 def triton_products(tile: Tile) -> Kernel:
     """Return the Triton kernel of products with the given tile."""
 
-    def multiply(product: Product, left: Any, right: Any, groups: Groups) -> Any:
+    def multiply(product: Product, left: Any, right: Any, groups: RowGroups) -> Any:
         transposed = product.is_transposed
         return triton_product.product(left, right, group_sizes=groups.sizes, transposed=transposed, tile=tile)
 
@@ -235,7 +235,7 @@ def _operands(product: Product, key: jax.Array) -> tuple[jax.Array, ...]:
     )
 
 
-def _multiply(backend: Backend, product: Product, left: Any, right: Any, groups: Groups) -> Any:
+def _multiply(backend: Backend, product: Product, left: Any, right: Any, groups: RowGroups) -> Any:
     return backend(product, left, right, groups, None)
 
 
@@ -341,7 +341,7 @@ def _measure(
     for load in loads(model):
         sizes = group_sizes(load, product.all_groups, model.slots)
         on_device, count = jnp.asarray(sizes), jnp.int32(sizes[0])
-        operands = left, right, Groups(on_device)
+        operands = left, right, RowGroups(on_device)
         flops = 2 * load.rows * product.widths[0] * product.widths[1]
         start = [name, case.name, product.kind, product.num_rows, load.rows, load.skew]
         floor, dense_s = floor_s(product, sizes) * 1e6, None

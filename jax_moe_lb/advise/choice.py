@@ -80,12 +80,12 @@ class Choice:
 
     @property
     def with_less_room(self) -> list["Choice"]:
-        """Choices that differ in a smaller receive buffer alone, the next smaller one last."""
+        """Choices with a smaller receive buffer, ascending."""
         return [replace(self, headroom=other) for other in HEADROOMS[: HEADROOMS.index(self.headroom)]]
 
     @property
     def with_more_room(self) -> list["Choice"]:
-        """Choices that differ in a larger receive buffer alone, the next larger one first."""
+        """Choices with a larger receive buffer, ascending."""
         return [replace(self, headroom=other) for other in HEADROOMS[HEADROOMS.index(self.headroom) + 1 :]]
 
     def build_system(self) -> System:

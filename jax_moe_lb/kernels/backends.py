@@ -23,7 +23,7 @@ from jax_moe_lb.core.device_rates import RecordedKernel, recorded_tflops
 from jax_moe_lb.core.manual_axes import unvarying_call, vary_alike, vary_like
 from jax_moe_lb.core.types import DType, GroupSizes, wide_dtype
 from jax_moe_lb.kernels.blocks import matmul_by_blocks, outer_by_blocks
-from jax_moe_lb.kernels.operands import Groups
+from jax_moe_lb.kernels.operands import RowGroups
 
 Kind = Literal["product", "transposed", "outer"]
 """Rows times matrices, rows times transposed matrices, or outer sums, the gradients of matrices."""
@@ -86,9 +86,10 @@ class Product:
         """Whether rows are multiplied with the transposes of the matrices."""
         return self.kind == "transposed"
 
-    def operands(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, Groups]:
+    def operands(self) -> tuple[Any, Any, RowGroups]:
         """Return the shapes of the operands, with matrices in one array."""
         inner, outer = self.widths
+        sizes: Any = jax.ShapeDtypeStruct((self.all_groups,), jnp.int32)
         right = {
             "product": (self.all_groups, inner, outer),
             "transposed": (self.all_groups, outer, inner),
@@ -97,7 +98,7 @@ class Product:
         return (
             jax.ShapeDtypeStruct((self.num_rows, inner), self.dtypes[0]),
             jax.ShapeDtypeStruct(right, self.dtypes[1]),
-            Groups(jax.ShapeDtypeStruct((self.all_groups,), jnp.int32)),
+            RowGroups(sizes),
         )
 
 
@@ -128,7 +129,7 @@ class Backend:
         has_kernel = (self.outer if product.kind == "outer" else self.matmul) is not None
         return self.why_not(product) if has_kernel else "it has no such kernel"
 
-    def __call__(self, product: Product, left: Array, right: Any, groups: Groups, sums: Any) -> Any:
+    def __call__(self, product: Product, left: Array, right: Any, groups: RowGroups, sums: Any) -> Any:
         """Compute the product; concatenate or split arrays if the backend requires it."""
         in_one = isinstance(product.num_groups, int) or self.takes_parts
         if product.kind != "outer":
@@ -297,7 +298,7 @@ def _sum_of(product: Product, sums: Any, products: Any) -> Any:
 def _then_add(multiply: Callable[..., Any]) -> Callable[..., Any]:
     """Add `sums` to the result of a backend without accumulation."""
 
-    def multiply_then_add(product: Product, left: Array, right: Array, groups: Groups, sums: Any) -> Any:
+    def multiply_then_add(product: Product, left: Array, right: Array, groups: RowGroups, sums: Any) -> Any:
         products = multiply(product, left, right, groups)
         if sums is not None:
             return _sum_of(product, sums, products)
@@ -306,12 +307,12 @@ def _then_add(multiply: Callable[..., Any]) -> Callable[..., Any]:
     return multiply_then_add
 
 
-def _call_matmul(product: Product, rows: Array, weights: Array, groups: Groups) -> Array:
+def _call_matmul(product: Product, rows: Array, weights: Array, groups: RowGroups) -> Array:
     out = like(rows, (product.num_rows, product.widths[1]))
     return call("grouped_matmul", out, rows, weights, groups.sizes, transposed=int(product.is_transposed))
 
 
-def _call_outer(product: Product, rows: Array, others: Array, groups: Groups, sums: Array | None) -> Array:
+def _call_outer(product: Product, rows: Array, others: Array, groups: RowGroups, sums: Array | None) -> Array:
     shape, wide = (product.all_groups, *product.widths), wide_dtype(rows)
     # The call adds to its last operand in place, block by block of rows.
     operands = rows, others, groups.sizes
@@ -328,7 +329,7 @@ def _widened(operand: Array) -> Array:
 def _matmul_by(module: str) -> Callable[..., Any]:
     """Return the products by the kernel of a module, which reads matrices in parts."""
 
-    def matmul(product: Product, rows: Array, weights: Any, groups: Groups) -> Array:
+    def matmul(product: Product, rows: Array, weights: Any, groups: RowGroups) -> Array:
         # Imported lazily: the compilers of kernels are not part of every installation.
         kernel = importlib.import_module(f"jax_moe_lb.kernels.{module}")
 
@@ -345,11 +346,11 @@ def _matmul_by(module: str) -> Callable[..., Any]:
 def _outer_by(module: str) -> Callable[..., Any]:
     """Return the sums by the kernel of a module, which writes them in parts."""
 
-    def outer(product: Product, rows: Array, others: Array, groups: Groups) -> Any:
+    def outer(product: Product, rows: Array, others: Array, groups: RowGroups) -> Any:
         kernel = importlib.import_module(f"jax_moe_lb.kernels.{module}")
 
         def multiply(rows: Array, others: Array, *groups: Array) -> tuple[Array, ...]:
-            operands = _widened(rows), _widened(others), Groups(*groups)
+            operands = _widened(rows), _widened(others), RowGroups(*groups)
             wide = kernel.outer(*operands, parts=product.parts, dtype=product.dtype)
             return tuple(part[:, : product.widths[0], : product.widths[1]] for part in wide)
 
@@ -359,7 +360,7 @@ def _outer_by(module: str) -> Callable[..., Any]:
     return outer
 
 
-def _tokamax(product: Product, left: Array, right: Array, groups: Groups) -> Array:
+def _tokamax(product: Product, left: Array, right: Array, groups: RowGroups) -> Array:
     # Imported lazily: the package is optional.
     import tokamax
 
@@ -382,7 +383,7 @@ def _tokamax(product: Product, left: Array, right: Array, groups: Groups) -> Arr
         return _tokamax(replace(product, kind="product"), left, right.mT, groups)
 
 
-def _ragged(product: Product, left: Array, right: Array, groups: Groups) -> Array:
+def _ragged(product: Product, left: Array, right: Array, groups: RowGroups) -> Array:
     # It has no batching rule for partly mapped operands.
     @jax.custom_batching.sequential_vmap
     def multiply(left: Array, right: Array, group_sizes: GroupSizes) -> Array:
@@ -409,7 +410,7 @@ def _clear_empty(sums: Float[Array, "S I O"], group_sizes: GroupSizes) -> Float[
     return jax.lax.fori_loop(0, so_far[-1], clear_one, sums)
 
 
-def _matmul_by_blocks(product: Product, rows: Array, weights: Array, groups: Groups) -> Array:
+def _matmul_by_blocks(product: Product, rows: Array, weights: Array, groups: RowGroups) -> Array:
     return matmul_by_blocks(rows, weights, groups.sizes, transposed=product.is_transposed)
 
 

@@ -34,7 +34,7 @@ from jax_moe_lb.kernels.backends import (
     reads_tail,
 )
 from jax_moe_lb.kernels.grouped_matmul import grouped_matmul, grouped_outer
-from jax_moe_lb.kernels.operands import BackwardRows, Groups, clear_tail
+from jax_moe_lb.kernels.operands import BackwardRows, RowGroups, clear_tail
 from jax_moe_lb.kernels.row_windows import RowWindow, each_window, num_windows
 
 
@@ -231,7 +231,7 @@ def _save(
 def grouped_ffn_gradients(
     batch: BackwardRows,
     experts: Experts | ExpertParts,
-    groups: Groups,
+    groups: RowGroups,
     sums_dtype: DType,
     sums: Experts | ExpertParts | None = None,
     again: Callable[[Array], Experts | ExpertParts] | None = None,
@@ -246,7 +246,7 @@ def grouped_ffn_gradients(
 
 
 def _gradients_in_windows(
-    batch: BackwardRows, experts: Experts, groups: Groups, sums: Experts | None, *, sums_dtype: DType
+    batch: BackwardRows, experts: Experts, groups: RowGroups, sums: Experts | None, *, sums_dtype: DType
 ) -> tuple[Rows, Float[Array, "A 1"], Experts]:
     wide = wide_dtype(batch.rows)
     if sums is None:
@@ -259,7 +259,7 @@ def _gradients_in_windows(
         # Gradients overwrite the rows and weights of earlier windows.
         of_window = jax.tree.map(window.take, batch._replace(rows=rows, weights=weights))
         of_rows, of_weights, of_experts = _gradients_at_once(
-            of_window, window.of_groups(experts), Groups(window.group_sizes), window.of_groups(sums), sums_dtype=wide
+            of_window, window.of_groups(experts), RowGroups(window.group_sizes), window.of_groups(sums), sums_dtype=wide
         )
         return window.put(of_rows, rows), window.put(of_weights, weights), window.put_of_groups(of_experts, sums)
 
@@ -271,7 +271,7 @@ def _gradients_in_windows(
 def _gradients_at_once(
     batch: BackwardRows,
     experts: Experts | ExpertParts,
-    groups: Groups,
+    groups: RowGroups,
     sums: Experts | ExpertParts | None,
     *,
     sums_dtype: DType,
@@ -359,7 +359,7 @@ def _reads_tail(rows: Rows, experts: Experts | ExpertParts, dtype: DType) -> boo
 def _fused_gradients(
     batch: BackwardRows,
     experts: Experts | ExpertParts,
-    groups: Groups,
+    groups: RowGroups,
     sums: Experts | ExpertParts | None,
     *,
     sums_dtype: DType,
@@ -389,7 +389,7 @@ def _backward(
     rows, experts, group_sizes = saved
     ones = vary_like(jnp.ones((rows.shape[0], 1), wide_dtype(rows)), rows)
     batch, dtype = BackwardRows(rows, ones, upstream), _first(experts).up.dtype
-    of_rows, _, of_experts = grouped_ffn_gradients(batch, experts, Groups(group_sizes), dtype)
+    of_rows, _, of_experts = grouped_ffn_gradients(batch, experts, RowGroups(group_sizes), dtype)
     return of_rows, of_experts, None
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from jax_moe_lb.core.manual_axes import vary_alike
 from jax_moe_lb.core.types import DType, GroupSizes, wide_dtype
 from jax_moe_lb.kernels.backends import PLATFORMS, Product, choose_backend
-from jax_moe_lb.kernels.operands import Groups, clear_tail
+from jax_moe_lb.kernels.operands import RowGroups, clear_tail
 
 Inputs = Float[Array, "A I"]
 Outputs = Float[Array, "A O"]
@@ -46,7 +46,7 @@ def grouped_matmul(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(transposed: bool, rows: Inputs, weights: GroupWeights | WeightParts, group_sizes: GroupSizes) -> Outputs:
-    return _by_platform(matmul_product(rows, weights, transposed), rows, weights, Groups(group_sizes))
+    return _by_platform(matmul_product(rows, weights, transposed), rows, weights, RowGroups(group_sizes))
 
 
 def matmul_product(rows: Inputs, weights: GroupWeights | WeightParts, transposed: bool) -> Product:
@@ -85,7 +85,7 @@ def _backward(
     pair = (upstream, rows) if transposed else (rows, upstream)
     # Rounded once, to the dtype of the weights.
     parts = tuple(part.shape[0] for part in weights) if isinstance(weights, tuple) else None
-    sums = grouped_outer(*pair, Groups(group_sizes), jax.tree.leaves(weights)[0].dtype, parts=parts)
+    sums = grouped_outer(*pair, RowGroups(group_sizes), jax.tree.leaves(weights)[0].dtype, parts=parts)
     return _matmul(not transposed, upstream, weights, group_sizes), sums, None
 
 
@@ -95,7 +95,7 @@ _matmul.defvjp(_save, _backward)
 def grouped_outer(
     rows: Inputs,
     others: Outputs,
-    groups: Groups,
+    groups: RowGroups,
     dtype: DType | None = None,
     sums: Sums | WeightParts | None = None,
     parts: tuple[int, ...] | None = None,

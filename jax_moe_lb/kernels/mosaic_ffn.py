@@ -21,7 +21,7 @@ from jax_moe_lb.core.schedule import in_order_on_cuda
 from jax_moe_lb.core.types import DType, GroupSizes, Rows
 from jax_moe_lb.kernels.mosaic_outer import outer
 from jax_moe_lb.kernels.mosaic_product import Epilogue, Factor, Term, products
-from jax_moe_lb.kernels.operands import BackwardRows, Groups
+from jax_moe_lb.kernels.operands import BackwardRows, RowGroups
 
 Parts = tuple[Experts, ...]
 Products = tuple[Float[Array, "A F"], ...]
@@ -42,7 +42,7 @@ def can_activate(experts: Experts) -> bool:
 
 
 def gradients(
-    batch: BackwardRows, experts: Parts, groups: Groups, dtype: DType, again: Callable[[Array], Parts] | None
+    batch: BackwardRows, experts: Parts, groups: RowGroups, dtype: DType, again: Callable[[Array], Parts] | None
 ) -> tuple[Rows, Float[Array, "A 1"], dict[str, tuple[Array, ...]]]:
     """Return the gradients of rows, of row weights, and of each kind of weights in parts."""
     (rows, weights, upstream, kept), group_sizes = batch, groups.sizes
@@ -125,11 +125,11 @@ def row_gradients(of_products: Products, experts: Parts, group_sizes: GroupSizes
 
 
 def weight_gradients(
-    rows: Rows, others: Products, groups: Groups, parts: tuple[int, ...], dtype: DType
+    rows: Rows, others: Products, groups: RowGroups, parts: tuple[int, ...], dtype: DType
 ) -> tuple[Float[Array, "_ I O"], ...]:
     """Return `rows.T @ others` of each group, in parts; several arrays are neighboring columns of one result."""
 
-    def compute(rows: Rows, others: Products, groups: Groups) -> tuple[Array, ...]:
+    def compute(rows: Rows, others: Products, groups: RowGroups) -> tuple[Array, ...]:
         return outer(rows, others, groups, parts=parts, dtype=dtype)
 
     return _call(compute, rows, others, groups)

@@ -1,6 +1,6 @@
 """Pallas kernel of weight gradients for Hopper, compiled by Mosaic GPU.
 
-It reads rows without a transposed copy, and writes sums in parts, such as those of home experts and replicas. Groups
+It reads rows without a transposed copy, and writes sums in parts, such as those of home experts and replicas. RowGroups
 without rows are cleared, or not written if they are not read.
 """
 
@@ -28,7 +28,7 @@ from jax_moe_lb.kernels.mosaic_api import (
 )
 from jax_moe_lb.kernels.mosaic_product import MAX_STAGES, SHARED_BYTES, for_part_of
 from jax_moe_lb.kernels.mosaic_tiles import ALIGNMENT
-from jax_moe_lb.kernels.operands import Groups
+from jax_moe_lb.kernels.operands import RowGroups
 
 ROWS, MAX_COLUMNS = 128, 256
 """Largest tile of a result: each consumer has all rows and half of the columns, 128 registers of a thread."""
@@ -43,7 +43,7 @@ CLEARED_COLUMNS = 64
 def outer(
     rows: Float[Array, "A I"],
     others: Float[Array, "A O"] | tuple[Float[Array, "A _"], ...],
-    groups: Groups,
+    groups: RowGroups,
     *,
     parts: tuple[int, ...],
     dtype: DType,

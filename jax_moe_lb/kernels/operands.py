@@ -17,7 +17,7 @@ CLEARED_ROWS = 1024
 """Rows per loop step that clears rows beyond the last group on TPUs."""
 
 
-class Groups(NamedTuple):
+class RowGroups(NamedTuple):
     """Consecutive groups of rows, one for each matrix or sum."""
 
     sizes: GroupSizes  # number of rows of each group

@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
 from jax_moe_lb.core.types import DType, Ref, iota
-from jax_moe_lb.kernels.operands import Groups
+from jax_moe_lb.kernels.operands import RowGroups
 
 TILE = 128
 """Least width of operands and results."""
@@ -57,7 +57,7 @@ def tile_of(index: Array, size: int, width: int) -> Any:
 def outer(
     rows: Float[Array, "A I"],
     others: Float[Array, "A O"],
-    groups: Groups,
+    groups: RowGroups,
     *,
     parts: tuple[int, ...],
     dtype: DType,

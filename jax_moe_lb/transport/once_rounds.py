@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from jax_moe_lb.collectives.ragged_all_to_all import empty_buffer
+from jax_moe_lb.collectives.ragged_all_to_all import Group, empty_buffer
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.manual_axes import first_order
 from jax_moe_lb.core.plan import Plan
@@ -25,7 +25,7 @@ from jax_moe_lb.kernels.operands import BackwardRows
 from jax_moe_lb.kernels.slot_places import SlotPlaces, slot_places, sum_rows, take_rows
 from jax_moe_lb.transport.compression import packed, unpacked
 from jax_moe_lb.transport.exchange import Buffers, DispatchOptions, RoundsReceipt, RoutingWeights, Saved, rows_at
-from jax_moe_lb.transport.lists import Group, Lists, Step, rows_with_padding
+from jax_moe_lb.transport.lists import Lists, Step, rows_with_padding
 from jax_moe_lb.transport.one_round import Kept, SumsT
 from jax_moe_lb.transport.replicate import Replicate
 from jax_moe_lb.transport.rounds import InputGradients, backward_pass, named, overflow_rounds

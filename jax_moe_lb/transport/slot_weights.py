@@ -23,7 +23,7 @@ from jax_moe_lb.kernels.grouped_ffn import (
     grouped_ffn_with_products,
     takes_parts,
 )
-from jax_moe_lb.kernels.operands import BackwardRows, Groups
+from jax_moe_lb.kernels.operands import BackwardRows, RowGroups
 from jax_moe_lb.transport.exchange import DispatchOptions
 from jax_moe_lb.transport.one_round import RowWeights, SumsT
 from jax_moe_lb.transport.replicate import Replicate, joined
@@ -132,7 +132,7 @@ class Slots(NamedTuple):
             return in_form(self.again(after))
 
         at, last = in_form(self.weights(group_sizes)), of_last_products if _platform() == "gpu" else None
-        return grouped_ffn_gradients(batch, at, Groups(group_sizes, self.is_read), sums_dtype, sums, last)
+        return grouped_ffn_gradients(batch, at, RowGroups(group_sizes, self.is_read), sums_dtype, sums, last)
 
     def gradients_at_home(
         self, of_slots: Experts | ExpertParts, plan: Plan, replicate: Replicate, topology: Topology

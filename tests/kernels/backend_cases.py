@@ -6,7 +6,7 @@ import numpy as np
 
 from jax_moe_lb.kernels.backends import BACKENDS, choose_backend
 from jax_moe_lb.kernels.grouped_matmul import grouped_matmul, matmul_product, outer_product
-from jax_moe_lb.kernels.operands import Groups
+from jax_moe_lb.kernels.operands import RowGroups
 
 
 def matmul_of(name, platform=None):
@@ -14,7 +14,7 @@ def matmul_of(name, platform=None):
 
     def matmul(rows, weights, group_sizes, transposed=False):
         product = matmul_product(rows, weights, transposed)
-        return _backend(name, product, platform)(product, rows, weights, Groups(group_sizes), None)
+        return _backend(name, product, platform)(product, rows, weights, RowGroups(group_sizes), None)
 
     return matmul
 

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu
 from jax_moe_lb.kernels import backends, mosaic_api, mosaic_outer
 from jax_moe_lb.kernels import grouped_matmul as op
 from jax_moe_lb.kernels.backends import HOPPER, Product, choose_backend, prefer_backend
-from jax_moe_lb.kernels.operands import Groups
+from jax_moe_lb.kernels.operands import RowGroups
 from tests.kernels.backend_cases import (
     assert_products,
     check_gradients,
@@ -83,7 +83,7 @@ def test_sums_of_parts(sizes, dtype):
     sizes = SIZES[sizes]
     rows, _ = make_operands(sizes, num_rows=NUM_ROWS)
     others = make_operands(sizes, WIDTHS[::-1], NUM_ROWS)[0]
-    groups = Groups(jnp.array(sizes, jnp.int32))
+    groups = RowGroups(jnp.array(sizes, jnp.int32))
     got = run(partial(outer_of(KERNEL, "cuda"), dtype=dtype, parts=PARTS), rows, others, groups)
     assert tuple(len(part) for part in got) == PARTS
     want = sums_by_group(rows, others, sizes)
@@ -96,7 +96,7 @@ def test_sums_that_nobody_reads_are_not_written():
     sizes = (*SIZES["uneven"][:3], 0, 61)
     rows, _ = make_operands(sizes, num_rows=NUM_ROWS)
 
-    groups = Groups(jnp.array(sizes, jnp.int32), jnp.array([True, True, True, False, False]))
+    groups = RowGroups(jnp.array(sizes, jnp.int32), jnp.array([True, True, True, False, False]))
     home, replicas = run(partial(mosaic_outer.outer, parts=PARTS, dtype=jnp.float32), rows, rows, groups)
     want = sums_by_group(rows, rows, sizes)
     np.testing.assert_allclose(home, want[:3], rtol=1e-5, atol=1e-4)
@@ -115,7 +115,7 @@ def test_widths_are_no_multiples_of_tiles(widths):
     others = make_operands(sizes, widths[::-1], num_rows=128)[0]
     with interpreter(detect_races=False):
         got = run(matmul_of(KERNEL, "cuda"), rows, matrices, group_sizes)
-        sums = run(outer_of(KERNEL, "cuda"), rows, others, Groups(group_sizes))
+        sums = run(outer_of(KERNEL, "cuda"), rows, others, RowGroups(group_sizes))
     assert_products(got, rows, matrices, sizes)
     np.testing.assert_allclose(sums, sums_by_group(rows, others, sizes), rtol=1e-5, atol=1e-4)
 

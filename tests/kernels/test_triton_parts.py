@@ -14,7 +14,7 @@ from jax_moe_lb import Buffers, Experts, TopK, Topology, exact
 from jax_moe_lb.kernels import backends, grouped_ffn
 from jax_moe_lb.kernels import grouped_matmul as products
 from jax_moe_lb.kernels.grouped_ffn import takes_parts
-from jax_moe_lb.kernels.operands import BackwardRows, Groups
+from jax_moe_lb.kernels.operands import BackwardRows, RowGroups
 from jax_moe_lb.transport import slot_weights
 from tests.adapters import with_adapters
 from tests.kernels.backend_cases import draw, split_experts
@@ -80,7 +80,7 @@ def test_parts_equal_one_array_bitwise(sizes, fused, biased, adapted, monkeypatc
     def both(experts):
         y = grouped_ffn.grouped_ffn(rows, experts, group_sizes)
         batch = BackwardRows(rows, weights, upstream)
-        step = partial(grouped_ffn.grouped_ffn_gradients, batch, experts, Groups(group_sizes), jnp.float32)
+        step = partial(grouped_ffn.grouped_ffn_gradients, batch, experts, RowGroups(group_sizes), jnp.float32)
         once = step()
         *of_rows, sums = step(once[2], lambda after: experts)
         return tuple(array[:used] for array in (y, *of_rows)), once[2], sums

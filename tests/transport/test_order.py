@@ -15,7 +15,7 @@ from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Buffers, Topology, exact, feplb, rails
 from jax_moe_lb.core.schedule import in_order, in_order_on_cuda, in_order_on_tpu
 from jax_moe_lb.kernels import grouped_ffn
-from jax_moe_lb.kernels.operands import BackwardRows, Groups
+from jax_moe_lb.kernels.operands import BackwardRows, RowGroups
 from jax_moe_lb.layer import CHECKPOINT_NAMES
 from jax_moe_lb.transport import Direct, MultiRailDispatch, QuantizedTransfer, Saved, TwoPhase, one_round
 from jax_moe_lb.transport.exchange import Exchange, Receipt
@@ -76,7 +76,11 @@ def test_gradients_of_rows_come_between_gradients_of_weights(monkeypatch):
 
     def gradients(rows, weights, up, down, upstream):
         of_rows, of_weights, of_experts = grouped_ffn._gradients_at_once(
-            BackwardRows(rows, weights, upstream), type(experts)(up, down), Groups(sizes), None, sums_dtype=jnp.float32
+            BackwardRows(rows, weights, upstream),
+            type(experts)(up, down),
+            RowGroups(sizes),
+            None,
+            sums_dtype=jnp.float32,
         )
         return of_rows, of_weights, of_experts.up, of_experts.down
 
