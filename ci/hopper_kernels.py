@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_moe_lb.aot import Target, use_no_accelerators
 from jax_moe_lb.core.experts import ClampedSwiGLU, Experts, geglu
+from jax_moe_lb.kernels.operands import RowGroups
 
 ROWS, HIDDEN, INNER, PARTS = 65536, 2048, 768, (16, 2)
 DUMPS = {"PTXAS": "1", "PTX": "1"}
@@ -59,7 +60,7 @@ def cases() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     for dtype in (jnp.bfloat16, jnp.float32):
 
         def outer(rows: Any, others: Any, sizes: Any, dtype: Any = dtype) -> Any:
-            return mosaic_outer.outer(rows, others, sizes, parts=PARTS, dtype=dtype)
+            return mosaic_outer.outer(rows, others, RowGroups(sizes), parts=PARTS, dtype=dtype)
 
         yield f"outer in {jnp.dtype(dtype).name}", outer, (rows, (hidden, hidden), sizes)
     for keeps in (False, True):

@@ -5,6 +5,7 @@ All functions iterate over dataclass fields, so a new field of a section becomes
 
 import dataclasses
 import difflib
+import re
 import textwrap
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -116,11 +117,12 @@ def updated(config: ConfigT, given: Mapping[str, Any], prefix: str = "") -> Conf
 
 @contextmanager
 def in_section(section: str) -> Iterator[None]:
-    """Prefix the messages of errors, which start with a key, with the section."""
+    """Prefix the messages of errors, which start with a key, with the section in place of a class."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{section}.{error}" if section else str(error)) from error
+        key = re.sub(r"^[A-Z]\w*\.", "", str(error))
+        raise ValueError(f"{section}.{key}" if section else str(error)) from error
 
 
 def list_keys(config: TrainConfig) -> str:

@@ -15,6 +15,7 @@ from benchmarks.render.results import Table
 from jax_moe_lb.core.device_rates import recorded_tflops
 from jax_moe_lb.kernels.backends import BACKENDS, KINDS, Backend, Kind, Product, choose_backend
 from jax_moe_lb.kernels.blocks import matmul_by_blocks, outer_by_blocks
+from jax_moe_lb.kernels.operands import RowGroups
 
 NUM_HOME, NUM_GROUPS = 16, 18
 """Home experts, and all experts of a rank, whose weights are in two arrays."""
@@ -128,7 +129,7 @@ def values_equal(name: str, repeats: int = 8) -> Check:
 
 
 def _run(backend: Backend, product: Product, left: Any, right: Any, sizes: jax.Array) -> jax.Array:
-    found = backend(product, left, right, sizes, None)
+    found = backend(product, left, right, RowGroups(sizes), None)
     return jnp.concatenate(found) if isinstance(found, tuple) else found
 
 
@@ -187,7 +188,7 @@ def rates(scale: Scale) -> Finding:
 
 def _kernel_s(backend: Backend, product: Product, calls: int = 10) -> float | None:
     left, right, sizes = operands_of(product, 0, full=True)
-    run = jax.jit(lambda left, right, sizes: backend(product, left, right, sizes, None))
+    run = jax.jit(lambda left, right, sizes: backend(product, left, right, RowGroups(sizes), None))
     durations = kernel_seconds(lambda: run(left, right, sizes), calls)
     # All kernels of a call: some products have copies of operands beside them.
     return sum(map(sum, durations.values())) / calls if durations else None

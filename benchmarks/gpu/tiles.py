@@ -23,6 +23,7 @@ from benchmarks.render.results import Table, Value
 from jax_moe_lb.aot.targets import GPUS
 from jax_moe_lb.kernels import triton_product
 from jax_moe_lb.kernels.backends import BACKENDS, DIMENSIONS, KINDS, Backend, Kind, Product, choose_backend
+from jax_moe_lb.kernels.operands import RowGroups
 from jax_moe_lb.kernels.triton_outer import Tile
 
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -129,7 +130,7 @@ class Mosaic(NamedTuple):
 def mosaic(tiles: Mosaic) -> Kernel:
     """Return tokamax's kernel with the given tiles."""
 
-    def multiply(product: Product, left: Any, right: Any, sizes: Any) -> Any:
+    def multiply(product: Product, left: Any, right: Any, groups: RowGroups) -> Any:
         import tokamax
         from tokamax._src.ops.ragged_dot import pallas_mosaic_gpu
 
@@ -147,7 +148,7 @@ def mosaic(tiles: Mosaic) -> Kernel:
         return tokamax.ragged_dot_general(
             left,
             right,
-            group_sizes=sizes,
+            group_sizes=groups.sizes,
             ragged_dot_dimension_numbers=DIMENSIONS[product.kind],
             preferred_element_type=product.dtype,
             implementation=[op(config=config)],
@@ -159,9 +160,9 @@ def mosaic(tiles: Mosaic) -> Kernel:
 def triton_products(tile: Tile) -> Kernel:
     """Return the Triton kernel of products with the given tile."""
 
-    def multiply(product: Product, left: Any, right: Any, sizes: Any) -> Any:
+    def multiply(product: Product, left: Any, right: Any, groups: RowGroups) -> Any:
         transposed = product.is_transposed
-        return triton_product.product(left, right, group_sizes=sizes, transposed=transposed, tile=tile)
+        return triton_product.product(left, right, group_sizes=groups.sizes, transposed=transposed, tile=tile)
 
     text = f"{tile.rows} x {tile.columns} x {tile.depth}, {tile.stages} stages, {tile.warps} warps"
     return Kernel(backend_of("Triton kernel", multiply), text, PRODUCTS)
@@ -234,8 +235,8 @@ def _operands(product: Product, key: jax.Array) -> tuple[jax.Array, ...]:
     )
 
 
-def _multiply(backend: Backend, product: Product, left: Any, right: Any, sizes: Any) -> Any:
-    return backend(product, left, right, sizes, None)
+def _multiply(backend: Backend, product: Product, left: Any, right: Any, groups: RowGroups) -> Any:
+    return backend(product, left, right, groups, None)
 
 
 def _dense(kind: Kind, left: jax.Array, right: jax.Array) -> jax.Array:
@@ -340,7 +341,7 @@ def _measure(
     for load in loads(model):
         sizes = group_sizes(load, product.all_groups, model.slots)
         on_device, count = jnp.asarray(sizes), jnp.int32(sizes[0])
-        operands = left, right, on_device
+        operands = left, right, RowGroups(on_device)
         flops = 2 * load.rows * product.widths[0] * product.widths[1]
         start = [name, case.name, product.kind, product.num_rows, load.rows, load.skew]
         floor, dense_s = floor_s(product, sizes) * 1e6, None

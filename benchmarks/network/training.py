@@ -50,7 +50,7 @@ from benchmarks.network.training_rounds import (
 from benchmarks.render.results import Table, Value, merge, read, save, spread
 from jax_moe_lb import System
 from jax_moe_lb.balancers import Exact
-from jax_moe_lb.collectives.ragged_all_to_all import ragged_all_to_all
+from jax_moe_lb.collectives.ragged_all_to_all import Group, Slices, ragged_all_to_all
 from jax_moe_lb.sim import Cluster, Links, Migration, Report, mean_report, replay
 from jax_moe_lb.sim.config import load_config
 from jax_moe_lb.sim.measure import HIDDEN, median_s
@@ -189,7 +189,7 @@ def _seconds(mesh: Mesh, across: bool, rows: int, times: int) -> float:
         starts = starts + jnp.zeros_like(lands)
 
         def exchange(_: jax.Array | int, x: jax.Array) -> jax.Array:
-            return ragged_all_to_all(x, jnp.zeros_like(x), starts, sizes, lands, sizes, axis_name=axes)
+            return ragged_all_to_all(x, jnp.zeros_like(x), Slices(starts, sizes, lands, sizes), Group(axes))
 
         return jax.lax.fori_loop(0, times, exchange, x)
 

@@ -17,6 +17,11 @@ Conditions select rows; a column with one text is omitted.
     <!-- table: systems/zipf | rounds = 1.0 | system = exact or plain -->
     <!-- end -->
 
+A table of several runs, with equal columns, becomes one, with the command of each run:
+
+    <!-- rows: reliability_*/summary -->
+    <!-- end -->
+
 Sentences have plain numbers. A block at the end of a page names their cells: a line with a table, then a line per
 phrase of the page, with numbers in braces and the path of each: texts of other cells that identify the row, and the
 title of the column.

@@ -2,14 +2,15 @@
 
 import posixpath
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from benchmarks.render.numbers import replace_numbers, table_at
 from benchmarks.render.results import Record, Table
 
-MARK = re.compile(r"<!-- (?P<kind>table|include|answers): (?P<given>[^\n]+?) -->\n.*?<!-- end -->", re.DOTALL)
+MARK = re.compile(r"<!-- (?P<kind>table|rows|include|answers): (?P<given>[^\n]+?) -->\n.*?<!-- end -->", re.DOTALL)
 TITLE_OR_COMMENT = re.compile(r"\A# [^\n]*\n|<!--.*?-->\n?", re.DOTALL)
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)(?P<path>[^)\s#]+)")
 
@@ -27,13 +28,26 @@ class Page:
         return replace_numbers(MARK.sub(self._mark, text), self.records)
 
     def _mark(self, match: re.Match[str]) -> str:
-        contents = {"table": self.tables, "include": self.body, "answers": self.answers}
+        contents = {"table": self.tables, "rows": self.rows, "include": self.body, "answers": self.answers}
         return f"<!-- {match['kind']}: {match['given']} -->\n{contents[match['kind']](match['given'])}\n<!-- end -->"
 
     def tables(self, given: str) -> str:
         """Return the tables of a mark."""
         names, *conditions = given.split(" | ")
         return "\n\n".join(self.table(where, conditions) for where in table_names(names))
+
+    def rows(self, given: str) -> str:
+        """Return a table of all runs of a pattern, which have equal columns, as one table with their commands."""
+        names = tables_like(given, self.records)
+        runs = [self.records[name.partition("/")[0]] for name in names]
+        tables = [table_at(self.records, name) for name in names]
+        self.runs.update(name.partition("/")[0] for name in names)
+        rows = [
+            [*row, f"`{run.command}`, {run.date}"] for run, one in zip(runs, tables, strict=True) for row in one.rows
+        ]
+        notes = [f"{one.rows[0][0]}: {' '.join(one.notes)}" for one in tables if one.notes]
+        notes = [*dict.fromkeys(map(made_on, runs)), *(note[0].upper() + note[1:] for note in notes)]
+        return str(replace(tables[0], columns={**tables[0].columns, "command": ""}, rows=rows, notes=notes))
 
     def table(self, where: str, conditions: Sequence[str]) -> str:
         """Return the selected rows of a table, below the provenance of a run that is new to the page."""
@@ -77,6 +91,12 @@ def table_names(names: str) -> list[str]:
     return tables
 
 
+def tables_like(pattern: str, runs: Iterable[str]) -> list[str]:
+    """Return run and name of a table, such as `reliability_*/summary`, for all runs of the pattern."""
+    run, _, table = pattern.partition("/")
+    return [f"{name}/{table}" for name in sorted(runs) if fnmatchcase(name, run)]
+
+
 def select(table: Table, conditions: Sequence[str]) -> Table:
     """Return the rows with one of the texts of each condition, without columns of one text."""
     for condition in conditions:
@@ -94,5 +114,10 @@ def select(table: Table, conditions: Sequence[str]) -> Table:
 
 def made_by(record: Record) -> str:
     """Return command, date, hardware and software of a run."""
+    return f"`{record.command}`, {record.date}; {made_on(record)}"
+
+
+def made_on(record: Record) -> str:
+    """Return hardware and software of a run."""
     machine = re.sub(r", (load average [\d.]+|with other work)", "", record.machine)
-    return f"`{record.command}`, {record.date}; {machine}; {record.software}."
+    return f"{machine}; {record.software}."

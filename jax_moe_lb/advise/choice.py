@@ -29,6 +29,11 @@ class Candidate:
     migration: Migration = field(default_factory=Migration)  # gathers of expert domains; none by default
 
 
+HEADROOMS = (None, 1.25, 2.0)
+"""Receive buffers relative to the mean load: a system's default 1.05, and larger ones that save rounds of uneven loads.
+"""
+
+
 @dataclass(frozen=True)
 class Choice:
     """Point of the search space of `search`."""
@@ -72,6 +77,16 @@ class Choice:
         """Complexity beyond plain expert parallelism: number of parts, slots, and sum of expert-domain sizes."""
         number = (self.system != "plain") + self.relayed + self.sprayed + self.relocated + bool(self.domain_sizes)
         return number + (self.eps is not None) + (self.headroom is not None), self.replica_slots, sum(self.domain_sizes)
+
+    @property
+    def with_less_room(self) -> list["Choice"]:
+        """Choices with a smaller receive buffer, ascending."""
+        return [replace(self, headroom=other) for other in HEADROOMS[: HEADROOMS.index(self.headroom)]]
+
+    @property
+    def with_more_room(self) -> list["Choice"]:
+        """Choices with a larger receive buffer, ascending."""
+        return [replace(self, headroom=other) for other in HEADROOMS[HEADROOMS.index(self.headroom) + 1 :]]
 
     def build_system(self) -> System:
         """Build the system, without the rule for its dispatch."""

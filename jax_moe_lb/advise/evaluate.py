@@ -40,10 +40,6 @@ the 50 steps before.
 """
 
 
-HEADROOMS = (None, 1.25, 2.0)
-"""Receive buffers relative to the mean load: a system's default 1.05, and larger ones that save rounds of uneven loads.
-"""
-
 ALIKE = (LoadShape.RANKS, LoadShape.HOT, LoadShape.ZIPF)
 """Load shapes with the same counts if each rank has one expert."""
 
@@ -152,8 +148,7 @@ class Evaluator:
     def least_headroom(self, choice: Choice, workload: Workload) -> Choice:
         """Return the choice with the least headroom that has one round in a simulated layer; else the choice itself."""
         # More headroom than for one round saves no time.
-        for headroom in HEADROOMS[: HEADROOMS.index(choice.headroom)]:
-            smaller = replace(choice, headroom=headroom)
+        for smaller in choice.with_less_room:
             if self._seen.get((smaller, workload.name), (0.0, 0))[1] == 1:
                 return smaller
         return choice

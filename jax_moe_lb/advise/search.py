@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jax_moe_lb.advise.choice import Choice
-from jax_moe_lb.advise.evaluate import HEADROOMS, Evaluator, Workload
+from jax_moe_lb.advise.evaluate import Evaluator, Workload
 from jax_moe_lb.advise.fit import fits_in_memory, needs
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.run import Report, mean_report
@@ -99,16 +99,14 @@ class Space:
         flags = (False, True)
         for name, sizes in itertools.product(("plain", *BALANCED, *self.alone), [(), *self.domain_sizes()]):
             ratio = self.ratio if sizes else 1.0
-            for slots, eps, room in itertools.product(self.slots if name != "plain" else (0,), EPS, HEADROOMS):
+            for slots, eps in itertools.product(self.slots if name != "plain" else (0,), EPS):
                 for relayed, sprayed, relocated in itertools.product(flags, flags, flags):
-                    choice = Choice(name, slots, eps, relayed, sprayed, relocated, sizes, ratio, room)
-                    if choice in self:
-                        yield choice
+                    choice = Choice(name, slots, eps, relayed, sprayed, relocated, sizes, ratio)
+                    yield from (one for one in (choice, *choice.with_more_room) if one in self)
 
     def with_headroom(self, choice: Choice) -> list[Choice]:
         """List the choices differing in the headroom of the receive buffer alone, ascending."""
-        found = (replace(choice, headroom=headroom) for headroom in HEADROOMS)
-        return [other for other in found if other != choice and other in self]
+        return [other for other in (*choice.with_less_room, *choice.with_more_room) if other in self]
 
     def near(self, choice: Choice) -> list[Choice]:
         """List the choices differing in one part, or in one level's size of expert domains."""
@@ -251,11 +249,10 @@ def _with_room(
     choice = best.choice
     if choice == Choice() or workloads[0].counts is None or not _may_overflow(choice, judge, workloads):
         return None
-    at = HEADROOMS.index(choice.headroom) + 1
-    larger = [replace(choice, headroom=headroom) for headroom in HEADROOMS[at : at + 1]]
-    if not larger or larger[0] not in space or not fits_in_memory(judge, larger[0]):
+    larger = next(iter(choice.with_more_room), None)
+    if larger is None or larger not in space or not fits_in_memory(judge, larger):
         return None
-    found = judged(larger[0], judge, workloads)
+    found = judged(larger, judge, workloads)
     # By the rule of succession, after `n` workloads of one round the next one overflows with probability `1 / (n + 2)`.
     is_worth = _round_share(choice, judge, workloads) / (len(workloads) + 2)
     return found if float(np.median(found.ratios(best))) <= 1 + is_worth else None
@@ -269,10 +266,9 @@ def _may_overflow(choice: Choice, judge: Evaluator, workloads: Sequence[Workload
 
 def _round_share(choice: Choice, judge: Evaluator, workloads: Sequence[Workload]) -> float:
     """Return the time of one more round over that of a layer, from the next smaller buffer."""
-    at = HEADROOMS.index(choice.headroom)
-    if not at:
+    if not choice.with_less_room:
         return ROUND_SHARE
-    smaller = replace(choice, headroom=HEADROOMS[at - 1])
+    smaller = choice.with_less_room[-1]
     shares = [
         judge.glance(smaller, one) / judge.glance(choice, one) - 1
         for one in workloads

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jax_moe_lb.balancers.base import LayerCost
-from jax_moe_lb.core.checks import checked_fields, shown
+from jax_moe_lb.core.checks import Count, NonNegative, Positive, checked_fields, shown
 from jax_moe_lb.core.device_rates import GpuRates, device_rates, rated_devices
 from jax_moe_lb.core.plan import IntScalar, Plan, load
 from jax_moe_lb.core.topology import INT32_MAX, Level, Topology
@@ -102,33 +102,23 @@ class Cost:
         [10000 10000 10000 10000]
     """
 
-    expert_bytes: float | None = None
-    token_flops: float | None = None
-    planner_s: float = 0.0
-    token_bytes: float | None = None
-    gradient_bytes: float | None = None
-    overlap_s: float | None = None
-    max_bytes: float | None = None
+    expert_bytes: Positive | None = None
+    token_flops: Positive | None = None
+    planner_s: NonNegative = 0.0
+    token_bytes: NonNegative | None = None
+    gradient_bytes: NonNegative | None = None
+    overlap_s: NonNegative | None = None
+    max_bytes: Positive | None = None
     max_rows: int | None = None
     slot_copies: int | None = None
     num_copies: int | None = None
-    round_rows: int | None = None
-    round_s: float | None = None
+    round_rows: Count | None = None
+    round_s: NonNegative | None = None
     relays: tuple[int, int, int] | None = None
     device: str | None = None
     required: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("expert_bytes", "token_flops", "max_bytes"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} is {value}; expected a finite number above 0")
-        for name in ("planner_s", "token_bytes", "gradient_bytes", "overlap_s", "round_s"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise ValueError(f"{name} is {value}; expected a finite number, at least 0")
-        if self.round_rows is not None and self.round_rows < 1:
-            raise ValueError(f"round_rows is {self.round_rows}; expected at least 1")
         if self.device is not None and self.device not in rated_devices():
             raise ValueError(f"device is {shown(self.device)}; expected one with rates: {', '.join(rated_devices())}")
 

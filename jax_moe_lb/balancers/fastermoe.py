@@ -1,11 +1,10 @@
 """FasterMoE (PPoPP 2022): copies of hot experts on every rank, if a time model predicts a gain."""
 
-import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from jax_moe_lb.balancers.base import Balancer, LayerCost
 from jax_moe_lb.balancers.cost import min_saved, slowest_bytes_per_s
-from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.core.checks import Positive, checked_fields
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State
@@ -67,18 +66,12 @@ class FasterMoE(Balancer):
         [4000 7200 6800 6000]
     """
 
-    expert_bytes: float | None = None
-    gradient_bytes: float | None = None
-    token_bytes: float | None = None
-    token_flops: float | None = None
-    bytes_per_s: float | None = None
-    flops_per_s: float | None = None
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{field.name} is {value}; expected a finite number above 0")
+    expert_bytes: Positive | None = None
+    gradient_bytes: Positive | None = None
+    token_bytes: Positive | None = None
+    token_flops: Positive | None = None
+    bytes_per_s: Positive | None = None
+    flops_per_s: Positive | None = None
 
     def sized(self, facts: LayerCost) -> "FasterMoE":
         """Return the balancer with unset sizes taken from the layer."""

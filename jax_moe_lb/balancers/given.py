@@ -8,7 +8,7 @@ from jaxtyping import Bool, Int
 
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.balancers.eplb import checked, fill
-from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.core.checks import Count, checked_fields
 from jax_moe_lb.core.plan import Plan, plain_plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import AnyArray, Counts, State, host_iota, namespace, pytree
@@ -94,11 +94,7 @@ class Given(Balancer):
         ForeMoE, arXiv 2606.11867.
     """
 
-    number: int
-
-    def __post_init__(self) -> None:
-        if self.number < 1:
-            raise ValueError(f"number is {self.number}; expected at least 1 plan")
+    number: Count
 
     def init(self, counts_shape: tuple[int, int]) -> _State:
         """Return the state of plain plans, which have no replicas."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.core.checks import Count, checked_fields
 from jax_moe_lb.core.native_planner import NativePlanner
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
@@ -47,11 +47,7 @@ class Greedy(Balancer):
         [4 4 4 4]
     """
 
-    min_tokens: int = 1
-
-    def __post_init__(self) -> None:
-        if self.min_tokens < 1:
-            raise ValueError(f"min_tokens is {self.min_tokens}; expected at least 1")
+    min_tokens: Count = 1
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """Plan all domains side by side; see `Balancer.rebalance`."""

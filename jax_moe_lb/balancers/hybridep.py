@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.core.checks import Count, checked_fields
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
@@ -47,11 +47,7 @@ class HybridEP(Balancer):
         [7 5 1 3]
     """
 
-    domain_size: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.domain_size is not None and self.domain_size < 1:
-            raise ValueError(f"domain_size is {self.domain_size}; expected at least 1")
+    domain_size: Count | None = None
 
     def no_op_reason(self, topology: Topology, num_home: int, slots: int) -> str | None:
         """Return the reason why expert domains have one rank each; `None` if they are larger."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from jax_moe_lb.balancers.base import Balancer, LayerCost
-from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.core.checks import Count, checked_fields
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.split import Split, Tier
 from jax_moe_lb.core.topology import Topology
@@ -67,14 +67,12 @@ class UltraEP(Balancer):
     """
 
     eps: float = 0.01
-    min_tokens: int | None = None
+    min_tokens: Count | None = None
     tier: Tier = "proportional"
     locality: bool = True
 
     def __post_init__(self) -> None:
         check_eps(self.eps)
-        if self.min_tokens is not None and self.min_tokens < 1:
-            raise ValueError(f"min_tokens is {self.min_tokens}; expected at least 1")
         Split(self.tier, self.locality)
 
     def sized(self, facts: LayerCost) -> "UltraEP":

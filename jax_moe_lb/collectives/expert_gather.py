@@ -18,6 +18,8 @@ from jax_moe_lb.collectives.exchange_paths import exchange_path
 from jax_moe_lb.collectives.home_slices import HomeSlices
 from jax_moe_lb.collectives.permutes import largest, other_manual_axes
 from jax_moe_lb.collectives.ragged_all_to_all import (
+    Group,
+    Slices,
     as_words,
     empty_buffer_after,
     moves_in_process,
@@ -141,31 +143,24 @@ def _alike(sums: Kinds, wide: Kinds, none: Array, *others: Array) -> tuple[Kinds
     return every[: len(sums)], every[len(sums) : -1], every[-1]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def fetch(
-    home: WeightsOfKind, wanted: Wanted, num_home: int, axis_name: Axes, in_one_process: bool = False
-) -> WeightsOfKind:
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def fetch(home: WeightsOfKind, wanted: Wanted, num_home: int, group: Group) -> WeightsOfKind:
     """Return the replicas of this rank from the home weights of all ranks."""
     # `Gather` calls it by `fetch_all`. Gradients of the few replicas return in one exchange for all arrays. It is
     # differentiable in `home`, by `add_at_home`.
     # Returns `[P, ...]`. Empty slots are 0; on GPUs they are uninitialized, and products skip them.
-    by_ring = partial(ring_fetch, axis_name=axis_name)
-    by_ragged = partial(ragged_fetch, axis_name=axis_name, in_one_process=in_one_process)
+    by_ring, by_ragged = partial(ring_fetch, group=group), partial(ragged_fetch, group=group)
     on_cpu = by_ragged if moves_in_process() else by_ring
     return jax.lax.platform_dependent(home, wanted, cpu=on_cpu, default=by_ragged)
 
 
-def _save(
-    home: WeightsOfKind, wanted: Wanted, num_home: int, axis_name: Axes, in_one_process: bool
-) -> tuple[WeightsOfKind, Wanted]:
-    return fetch(home, wanted, num_home, axis_name, in_one_process), wanted
+def _save(home: WeightsOfKind, wanted: Wanted, num_home: int, group: Group) -> tuple[WeightsOfKind, Wanted]:
+    return fetch(home, wanted, num_home, group), wanted
 
 
-def _backward(
-    num_home: int, axis_name: Axes, in_one_process: bool, wanted: Wanted, upstream: WeightsOfKind
-) -> tuple[WeightsOfKind, None]:
+def _backward(num_home: int, group: Group, wanted: Wanted, upstream: WeightsOfKind) -> tuple[WeightsOfKind, None]:
     zeros, domain = zero_sums((upstream,), num_home), wanted.shape[0]
-    sums = add_at_home(zeros, (upstream,), wanted, num_home, domain, axis_name, in_one_process)
+    sums = add_at_home(zeros, (upstream,), wanted, num_home, domain, group)
     return rounded(sums, (upstream,))[0], None
 
 
@@ -178,13 +173,8 @@ def fetch_all(home: Kinds, wanted: Wanted, num_home: int, domain: int, topology:
     # - One exchange for all arrays. It copies the home experts side by side, because any of them may be wanted.
     # - The same with one slice per rank. It copies each expert for every rank wanting it, into memory for all replicas
     #   of a rank's experts. These must not exceed `max_incoming_replicas`.
-    fetch_one = partial(
-        fetch,
-        wanted=wanted,
-        num_home=num_home,
-        axis_name=topology.expert_axes,
-        in_one_process=topology.in_one_process,
-    )
+    group = Group.of(topology)
+    fetch_one = partial(fetch, wanted=wanted, num_home=num_home, group=group)
     num_ranks, num_replicas = wanted.shape
     expert_bytes, peers = sum(kind.nbytes for kind in home) // num_home, num_ranks - 1
     forms = [(0, len(home) * num_replicas * peers)]
@@ -200,14 +190,14 @@ def fetch_all(home: Kinds, wanted: Wanted, num_home: int, domain: int, topology:
     if form == 1:
         rows = fetch_one(jnp.concatenate([kind.reshape(num_home, -1) for kind in home], 1))
     else:
-        rows = fetch_by_rank(home, wanted, room, topology.expert_axes, topology.in_one_process)
+        rows = fetch_by_rank(home, wanted, room, group)
     return _split(rows, home)
 
 
-def fetch_by_rank(home: Kinds, wanted: Wanted, room: int, axis_name: Axes, in_one_process: bool = False) -> Array:
+def fetch_by_rank(home: Kinds, wanted: Wanted, room: int, group: Group) -> Array:
     """Return the replicas of this rank by one exchange with one slice per rank."""
     (num_ranks, num_replicas), num_home = wanted.shape, home[0].shape[0]
-    me, owner = jax.lax.axis_index(axis_name), owner_of(wanted, num_home)
+    me, owner = group.me, owner_of(wanted, num_home)
     # An illegal plan may send more replicas than fit. All ranks skip the same ones.
     owner = jnp.where(_number_at_home(wanted, num_home) < room, owner, num_ranks)
     # Replicas of each rank (row) from each home (column).
@@ -219,13 +209,14 @@ def fetch_by_rank(home: Kinds, wanted: Wanted, room: int, axis_name: Axes, in_on
     landed = ragged_all_to_all(
         rows,
         empty_buffer_after(rows, num_replicas),
-        input_offsets=starts(moved[:, me]),
-        send_sizes=moved[:, me],
-        # Replicas land sorted by source, and then by slot.
-        output_offsets=jnp.where(iota(num_ranks)[None] < me, moved, 0).sum(1, dtype=jnp.int32),
-        recv_sizes=moved[me],
-        axis_name=axis_name,
-        in_one_process=in_one_process,
+        Slices(
+            first=starts(moved[:, me]),
+            sent=moved[:, me],
+            # Replicas land sorted by source, and then by slot.
+            lands=jnp.where(iota(num_ranks)[None] < me, moved, 0).sum(1, dtype=jnp.int32),
+            arriving=moved[me],
+        ),
+        group,
         site="replicate",
     )
     return landed[jnp.argsort(jnp.argsort(owner[me], stable=True))]
@@ -237,29 +228,19 @@ def add_at_home(
     wanted: Wanted,
     num_home: int,
     domain: int,
-    axis_name: Axes,
-    in_one_process: bool = False,
+    group: Group,
     in_place: bool = False,
 ) -> Kinds:
     """Add the gradients of all replicas to those of the home experts, in an order that depends on `wanted` only."""
 
     def by_ring(wanted: Wanted, sums: Kinds, upstream: Kinds) -> Kinds:
         def add(total: WeightsOfKind, kind: WeightsOfKind) -> WeightsOfKind:
-            return add_to_first(total, ring_sum(kind, wanted, num_home=num_home, axis_name=axis_name))
+            return add_to_first(total, ring_sum(kind, wanted, num_home=num_home, group=group))
 
         return tuple(add(total, kind) for total, kind in zip(sums, upstream, strict=True))
 
     def by_ragged(wanted: Wanted, sums: Kinds, upstream: Kinds) -> Kinds:
-        return ragged_add(
-            sums,
-            upstream,
-            wanted,
-            num_home=num_home,
-            domain=domain,
-            axis_name=axis_name,
-            in_one_process=in_one_process,
-            in_place=in_place,
-        )
+        return ragged_add(sums, upstream, wanted, num_home, domain, group, in_place)
 
     on_cpu = by_ragged if moves_in_process() else by_ring
     return jax.lax.platform_dependent(wanted, sums, upstream, cpu=on_cpu, default=by_ragged)
@@ -275,30 +256,30 @@ def sends_in_place(like: Kinds, topology: Topology) -> bool:
 
 
 # ---- a ring of ppermutes ------------------------------------------------------
-def ring_fetch(home: WeightsOfKind, wanted: Wanted, *, axis_name: Axes) -> WeightsOfKind:
+def ring_fetch(home: WeightsOfKind, wanted: Wanted, *, group: Group) -> WeightsOfKind:
     """Compute `fetch` on a ring: the home blocks pass the ranks up to the farthest replica."""
     num_ranks, num_home = wanted.shape[0], home.shape[0]
     distance, local = _ring_distance(wanted, num_home), wanted % num_home
-    me = jax.lax.axis_index(axis_name)
+    me = group.me
     up = [(r, (r + 1) % num_ranks) for r in range(num_ranks)]
 
     def step(i: Array, carry: tuple[WeightsOfKind, WeightsOfKind]) -> tuple[WeightsOfKind, WeightsOfKind]:
         block, slots = carry
-        block = jax.lax.ppermute(block, axis_name, up)
+        block = jax.lax.ppermute(block, group.axes, up)
         # Select the wanted experts of the passing block. Distance 0, also of empty slots, never matches: the own block
         # has no replicas.
         return block, jnp.where(_column(distance[me] == i, home), block[local[me]], slots)
 
     # Zeros with the varying axes of the weights.
     slots = jnp.zeros_like(home, shape=(wanted.shape[1], *home.shape[1:]))
-    return jax.lax.fori_loop(1, _farthest(distance, axis_name) + 1, step, (home, slots))[1]
+    return jax.lax.fori_loop(1, _farthest(distance, group.axes) + 1, step, (home, slots))[1]
 
 
-def ring_sum(upstream: WeightsOfKind, wanted: Wanted, *, num_home: int, axis_name: Axes) -> WeightsOfKind:
+def ring_sum(upstream: WeightsOfKind, wanted: Wanted, *, num_home: int, group: Group) -> WeightsOfKind:
     """Return the addends of `add_at_home`, `[L, ...]`: sums pass the ranks with replicas on a ring and return home."""
     num_ranks = wanted.shape[0]
     distance, local = _ring_distance(wanted, num_home), wanted % num_home
-    me = jax.lax.axis_index(axis_name)
+    me = group.me
     down = [(r, (r - 1) % num_ranks) for r in range(num_ranks)]
 
     def step(i: Array, sums: WeightsOfKind) -> WeightsOfKind:
@@ -306,9 +287,9 @@ def ring_sum(upstream: WeightsOfKind, wanted: Wanted, *, num_home: int, axis_nam
         here = _column(distance[me] == num_ranks - 1 - i, upstream)
         # A scatter-add, because several slots of a rank may contain experts of one home block.
         sums = sums.at[local[me]].add(jnp.where(here, upstream, 0).astype(sums.dtype))
-        return jax.lax.ppermute(sums, axis_name, down)
+        return jax.lax.ppermute(sums, group.axes, down)
 
-    first = num_ranks - 1 - _farthest(distance, axis_name)
+    first = num_ranks - 1 - _farthest(distance, group.axes)
     return jax.lax.fori_loop(first, num_ranks - 1, step, zero_sums((upstream,), num_home)[0])
 
 
@@ -319,19 +300,17 @@ def _ring_distance(wanted: Wanted, num_home: int) -> Wanted:
     return jnp.where(wanted >= 0, (ranks - wanted // num_home) % num_ranks, 0)
 
 
-def _farthest(distance: Wanted, axis_name: Axes) -> Int[Array, ""]:
+def _farthest(distance: Wanted, axes: Axes) -> Int[Array, ""]:
     """Return the largest distance on the ring: 0 without replicas, and so no transfer."""
     # A permute is one operation of all devices of the mesh. Other groups, with other plans, must run the same number.
-    return largest(distance.max(), axis_name + other_manual_axes(axis_name))
+    return largest(distance.max(), axes + other_manual_axes(axes))
 
 
 # ---- ragged_all_to_all ------------------------------------------------------
-def ragged_fetch(
-    home: WeightsOfKind, wanted: Wanted, *, axis_name: Axes, in_one_process: bool = False
-) -> WeightsOfKind:
+def ragged_fetch(home: WeightsOfKind, wanted: Wanted, *, group: Group) -> WeightsOfKind:
     """Compute `fetch` by one exchange: each replica travels once, as a slice of one expert."""
     num_ranks, num_replicas = wanted.shape
-    me, num_home = jax.lax.axis_index(axis_name), home.shape[0]
+    me, num_home = group.me, home.shape[0]
     owner = owner_of(wanted, num_home)
     slot = jnp.broadcast_to(iota(num_replicas), wanted.shape)
     arriving = owner[me][None] == iota(num_ranks)[:, None]
@@ -339,12 +318,13 @@ def ragged_fetch(
         home,
         # Empty slots stay uninitialized on GPUs: products skip groups without rows.
         empty_buffer_after(home, num_replicas),
-        input_offsets=(wanted % num_home).reshape(-1),
-        send_sizes=_ones(owner == me),
-        output_offsets=slot.reshape(-1),
-        recv_sizes=_ones(arriving),
-        axis_name=axis_name,
-        in_one_process=in_one_process,
+        Slices(
+            first=(wanted % num_home).reshape(-1),
+            sent=_ones(owner == me),
+            lands=slot.reshape(-1),
+            arriving=_ones(arriving),
+        ),
+        group,
         site="replicate",
     )
 
@@ -353,28 +333,23 @@ def ragged_add(
     sums: Kinds,
     upstream: Kinds,
     wanted: Wanted,
-    *,
     num_home: int,
     domain: int,
-    axis_name: Axes,
-    in_one_process: bool = False,
+    group: Group,
     in_place: bool = False,
 ) -> Kinds:
     """Compute `add_at_home` by exchanges of exact sizes."""
     if in_place and len(sums) > 1:
-        alone = partial(
-            ragged_add, num_home=num_home, domain=domain, axis_name=axis_name, in_one_process=in_one_process
-        )
         done: list[WeightsOfKind] = []
         for total, kind in zip(sums, upstream, strict=True):
             if len(done) > 1:
                 # A buffer has room for all replicas of a home. An exchange overlaps with the sums of one earlier array,
                 # so two buffers serve all.
                 done[-2], kind = in_order_on_cuda(done[-2], kind)
-            done += alone((total,), (kind,), wanted, in_place=True)
+            done += ragged_add((total,), (kind,), wanted, num_home, domain, group, in_place)
         return tuple(done)
     num_replicas = wanted.shape[1]
-    me, owner = jax.lax.axis_index(axis_name), owner_of(wanted, num_home)
+    me, owner = group.me, owner_of(wanted, num_home)
     room = max_incoming_replicas(num_replicas, num_home, domain)
     flat = [kind.reshape(num_replicas, -1) for kind in upstream]
     order = iota(num_replicas)
@@ -385,24 +360,20 @@ def ragged_add(
         flat = [jnp.concatenate([kind[order] for kind in flat], 1)]
 
     def pull(place: Wanted) -> Callable[[Int[Array, ""]], Kinds]:
-        slices = (HomeSlices.by_slot if in_place else HomeSlices.by_rank)(place, owner, order, me)
+        home = (HomeSlices.by_slot if in_place else HomeSlices.by_rank)(place, owner, order, me)
 
         def send(rows: Float[Array, "P W"]) -> Array:
             landed = ragged_all_to_all(
                 rows,
                 empty_buffer_after(rows, room),
-                input_offsets=slices.first_sent,
-                send_sizes=slices.sent,
-                output_offsets=slices.first_landed,
-                recv_sizes=slices.arriving,
-                axis_name=axis_name,
-                in_one_process=in_one_process,
+                home.slices,
+                group,
                 site="gradients of replicas",
             )
             return as_words(landed)
 
         words = [send(rows) for rows in flat]
-        at = jnp.zeros(room, jnp.int32).at[jnp.where(slices.row < 0, room, place)].set(slices.row, mode="drop")
+        at = jnp.zeros(room, jnp.int32).at[jnp.where(home.row < 0, room, place)].set(home.row, mode="drop")
 
         def replica(i: Int[Array, ""]) -> Kinds:
             parts = [kind[at[i]].reshape(-1) for kind in words]

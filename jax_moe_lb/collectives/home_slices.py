@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from jax_moe_lb.collectives.ragged_all_to_all import Slices
 from jax_moe_lb.core.types import iota
 
 PerReplica = Int[Array, "R P"]
@@ -13,10 +14,7 @@ PerReplica = Int[Array, "R P"]
 class HomeSlices(NamedTuple):
     """Lists of an exchange of replicas' rows, with `n` slices per rank; rows land sorted by source."""
 
-    first_sent: Int[Array, "U"]  # first row of each slice for each rank
-    sent: Int[Array, "U"]  # rows of these slices
-    first_landed: Int[Array, "U"]  # first row of these slices in the buffer of each rank
-    arriving: Int[Array, "U"]  # rows of each slice from each rank
+    slices: Slices  # slices for each rank and from each rank
     row: PerReplica  # row of each replica in the buffer of this rank; -1 for replicas of other ranks or turns
 
     @classmethod
@@ -26,7 +24,8 @@ class HomeSlices(NamedTuple):
         sent = goes.sum(1, dtype=jnp.int32)
         row = jnp.where(goes[:, :, me], landed, -1)
         # The index of the first row for each rank; 0 if there is none.
-        return cls(jnp.argmax(goes[me][order], 0).astype(jnp.int32), sent[me], first_landed[me], sent[:, me], row)
+        first = jnp.argmax(goes[me][order], 0).astype(jnp.int32)
+        return cls(Slices(first, sent[me], first_landed[me], sent[:, me]), row)
 
     @classmethod
     def by_slot(cls, place: PerReplica, owner: PerReplica, order: Int[Array, "P"], me: Int[Array, ""]) -> "HomeSlices":
@@ -34,7 +33,8 @@ class HomeSlices(NamedTuple):
         goes, _, landed = _landings(place, owner)
         first_sent, first_landed = (jnp.broadcast_to(one, place.shape).reshape(-1) for one in (order, landed[me]))
         arriving = goes[:, :, me]
-        return cls(first_sent, _flat(goes[me].T), first_landed, _flat(arriving), jnp.where(arriving, landed, -1))
+        slices = Slices(first_sent, _flat(goes[me].T), first_landed, _flat(arriving))
+        return cls(slices, jnp.where(arriving, landed, -1))
 
 
 def _landings(place: PerReplica, owner: PerReplica) -> tuple[Bool[Array, "R P R"], Int[Array, "R R"], PerReplica]:

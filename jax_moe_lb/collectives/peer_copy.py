@@ -20,7 +20,6 @@ import numpy as np
 from jaxtyping import Array, Int, PyTree
 
 from jax_moe_lb.collectives.expert_gather import (
-    Axes,
     Wanted,
     WeightsOfKind,
     accumulate_sequentially,
@@ -31,9 +30,10 @@ from jax_moe_lb.collectives.expert_gather import (
     rounded,
     zero_sums,
 )
+from jax_moe_lb.collectives.ragged_all_to_all import Group
 from jax_moe_lb.core.custom_calls import MODULES, by_platform, call, like
 from jax_moe_lb.core.manual_axes import vary_alike
-from jax_moe_lb.core.types import add_to_first, iota, pytree
+from jax_moe_lb.core.types import Axes, add_to_first, iota, pytree
 
 Arrays = tuple[Array, ...]
 Operands = TypeVar("Operands")
@@ -70,9 +70,9 @@ class Route:
             raise ValueError(f"Route.chunk_bytes is {self.chunk_bytes}; expected at least 1")
 
     @property
-    def in_one_process(self) -> bool:
-        """Whether all ranks are devices of one process; false if unknown."""
-        return self.domain is None and self.reach is True and not self.processes
+    def group(self) -> Group:
+        """Ranks with common tables."""
+        return Group(self.axis_name, self.domain is None and self.reach is True and not self.processes)
 
 
 @pytree
@@ -176,7 +176,7 @@ def fetch_reference(home: WeightsOfKind, wanted: Wanted, num_home: int, route: R
     if wanted.shape[1] == 0:
         return home[:0]
     if route.axis_name:
-        return fetch(home, wanted, num_home, route.axis_name, route.in_one_process)
+        return fetch(home, wanted, num_home, route.group)
     flat = wanted.reshape(-1)
     filled = (flat >= 0).reshape(-1, *[1] * (home.ndim - 1))
     # Empty slots are 0: their products are masked, and NaN would propagate through the mask.
@@ -186,9 +186,7 @@ def fetch_reference(home: WeightsOfKind, wanted: Wanted, num_home: int, route: R
 def add_reference(sums: Arrays, slots: Arrays, wanted: Wanted, num_home: int, route: Route) -> Arrays:
     """Add the gradients of replicas at home, for all weight arrays; the transpose of `fetch_reference`."""
     if route.axis_name:
-        return add_at_home(
-            sums, slots, wanted, num_home, num_participants(route), route.axis_name, route.in_one_process
-        )
+        return add_at_home(sums, slots, wanted, num_home, num_participants(route), route.group)
     flat = wanted.reshape(-1)
     num_experts = wanted.shape[0] * num_home
 

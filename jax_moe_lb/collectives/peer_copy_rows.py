@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jax_moe_lb.collectives.peer_copy import Arrays, Pending, Route, attributes, in_domain, native_platforms, place
-from jax_moe_lb.collectives.ragged_all_to_all import empty_buffer, ragged_all_to_all
+from jax_moe_lb.collectives.ragged_all_to_all import Group, Slices, empty_buffer, ragged_all_to_all
 from jax_moe_lb.core.custom_calls import by_platform, call, like
 from jax_moe_lb.core.manual_axes import vary_alike
-from jax_moe_lb.core.types import Axes, Placement, Quota, Rows, iota, pytree
+from jax_moe_lb.core.types import Placement, Quota, Rows, iota, pytree
 
 PerReplica = Int[Array, "R P"]
 """One number per rank and replica slot."""
@@ -111,44 +111,42 @@ def served_quota(quota: Quota, moved: MovedRows) -> Quota:
     return jnp.where(at_home, stays, moved.taken)
 
 
-def move(
-    rows: Rows, moved: MovedRows, window: CopyWindow, out: Taken, axis_name: Axes, in_one_process: bool = False
-) -> Taken:
+def move(rows: Rows, moved: MovedRows, window: CopyWindow, out: Taken, group: Group) -> Taken:
     """Send rows at home to the slots."""
     # It is not differentiable; `move_back` is its transpose.
-    me = jax.lax.axis_index(axis_name)
+    me = group.me
     first, size = window.of(moved.first, moved.size)
     return ragged_all_to_all(
         rows,
         out,
-        input_offsets=first.reshape(-1),
-        send_sizes=_of(moved.home == me, size),
-        output_offsets=_landing(size).reshape(-1),
-        recv_sizes=_of(_sources(moved, me), size[me][None]),
-        axis_name=axis_name,
+        Slices(
+            first=first.reshape(-1),
+            sent=_of(moved.home == me, size),
+            lands=_landing(size).reshape(-1),
+            arriving=_of(_sources(moved, me), size[me][None]),
+        ),
+        group,
         disjoint=True,
-        in_one_process=in_one_process,
         site="moved rows",
     )
 
 
-def move_back(
-    rows: Taken, moved: MovedRows, window: CopyWindow, out: Rows, axis_name: Axes, in_one_process: bool = False
-) -> Rows:
+def move_back(rows: Taken, moved: MovedRows, window: CopyWindow, out: Rows, group: Group) -> Rows:
     """Write results of moved rows over these rows at home; the transpose of `move`."""
-    me = jax.lax.axis_index(axis_name)
+    me = group.me
     first, size = window.of(moved.first, moved.size)
     sources = _sources(moved, me)
     return ragged_all_to_all(
         rows,
         out,
-        input_offsets=jnp.broadcast_to(_landing(size)[me], sources.shape).reshape(-1),
-        send_sizes=_of(sources, size[me][None]),
-        output_offsets=jnp.broadcast_to(first[me], sources.shape).reshape(-1),
-        recv_sizes=_of(moved.home == me, size),
-        axis_name=axis_name,
+        Slices(
+            first=jnp.broadcast_to(_landing(size)[me], sources.shape).reshape(-1),
+            sent=_of(sources, size[me][None]),
+            lands=jnp.broadcast_to(first[me], sources.shape).reshape(-1),
+            arriving=_of(moved.home == me, size),
+        ),
+        group,
         disjoint=True,
-        in_one_process=in_one_process,
         site="outputs of moved rows",
     )
 
@@ -215,7 +213,7 @@ def _start(
         out = arrays[kinds : 2 * kinds] if back else tuple(empty_buffer(part, room) for part in arrays[:kinds])
         pairs, carry = zip(arrays[:kinds], out, strict=True), move_back if back else move
         passed = arrays[kinds + len(into) :]
-        return where, *(carry(part, here, window, to, route.axis_name) for part, to in pairs), *passed
+        return where, *(carry(part, here, window, to, Group(route.axis_name)) for part, to in pairs), *passed
 
     operands = (place(route), *moved.tables, *arrays)
     ticket, *results = by_platform(*operands, native=native, reference=reference, platforms=native_platforms(route))

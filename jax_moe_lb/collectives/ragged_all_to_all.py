@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ from jax_moe_lb.collectives.permutes import (
 )
 from jax_moe_lb.core.custom_calls import call, is_built, like
 from jax_moe_lb.core.manual_axes import vary_like
+from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import iota
 
 
@@ -60,6 +62,37 @@ PerPeer = Int[Array, "R"]
 """One number per rank of the group, of `R`."""
 
 
+class Slices(NamedTuple):
+    """Slices of rows from a rank to every rank of a group and back, with equally many for each rank, rank by rank."""
+
+    first: Sizes  # first row of each sent slice, in the operand
+    sent: Sizes  # rows of these slices
+    lands: Sizes  # first row of these slices in the output of the receiver
+    arriving: Sizes  # rows of each received slice
+
+
+class Group(NamedTuple):
+    """Ranks that exchange rows."""
+
+    axes: Axes  # names of their mesh axes, outermost first
+    in_one_process: bool = False  # whether they are devices of one process; false (default) if unknown
+
+    @classmethod
+    def of(cls, topology: Topology, axes: Axes | None = None) -> "Group":
+        """Return the ranks that differ along some expert axes, by default along all."""
+        if axes is None:
+            return cls(topology.expert_axes, topology.in_one_process)
+        sizes = [level.size for level in topology.levels][-len(topology.expert_axes) :]
+        # Consecutive ranks that differ along these axes.
+        span, per_process = math.prod(sizes[topology.expert_axes.index(axes[0]) :]), topology.ranks_per_process
+        return cls(axes, per_process is not None and per_process % span == 0)
+
+    @property
+    def me(self) -> Int[Array, ""]:
+        """Index of this rank."""
+        return jax.lax.axis_index(self.axes)
+
+
 @dataclass(frozen=True)
 class _Pairs:
     """One slice from this rank to every rank, and one from every rank to this one."""
@@ -74,12 +107,12 @@ def _by_pairs(
     steps: Callable[[Array, Array, _Pairs, Axes], Array],
     operand: Array,
     output: Array,
-    *where: Sizes,
+    slices: Slices,
     axis_name: Axes,
     disjoint: bool = False,
 ) -> Array:
     """Compute `ragged_all_to_all` by steps between pairs of ranks."""
-    first, sizes, output_offsets, arriving = where
+    first, sizes, output_offsets, arriving = slices
     # Senders have the landing offsets, but here receivers place the rows, so exchange them. This precedes the early
     # return below, because all ranks of a group must take part.
     landings = jax.lax.all_to_all(output_offsets, axis_name, 0, 0, tiled=True)
@@ -185,12 +218,12 @@ def _copy_own(operand: Array, output: Array, pairs: _Pairs, axis_name: Axes) -> 
 
 
 padded_all_to_all = partial(_by_pairs, _all_to_all_steps)
-"""`ragged_all_to_all` from `all_to_all` steps, with the same arguments: on CPUs in one process."""
+"""`ragged_all_to_all` from `all_to_all` steps, along the axes of a group: on CPUs in one process."""
 
 # A permute is one operation of all devices of the mesh. So all devices must call this function equally often, including
 # those of other groups.
 one_way_all_to_all = partial(_by_pairs, _permute_steps)
-"""`ragged_all_to_all` from permutes, with the same arguments: between processes on CPUs."""
+"""`ragged_all_to_all` from permutes, along the axes of a group: between processes on CPUs."""
 
 
 LANES = 128
@@ -200,24 +233,21 @@ LANES = 128
 def ragged_all_to_all(
     operand: Shaped[Array, "P *X"],
     output: Shaped[Array, "Q *X"],
-    input_offsets: Sizes,
-    send_sizes: Sizes,
-    output_offsets: Sizes,
-    recv_sizes: Sizes,
+    slices: Slices,
+    group: Group,
     *,
-    axis_name: tuple[str, ...],
     disjoint: bool = False,
-    in_one_process: bool = False,
     site: str | None = None,
     timeout_s: float = 120.0,
 ) -> Shaped[Array, "Q *X"]:
-    """Send slices of `operand` to the ranks of `axis_name`, and write the received slices into `output`."""
-    # It has the signature and semantics of `jax.lax.ragged_all_to_all`. It is not differentiable; its callers implement
-    # their transposes. Between processes on CPUs, all groups must call it equally often; see `permutes.agreed`.
+    """Send slices of `operand` to the ranks of the group, and write the received slices into `output`."""
+    # It has the semantics of `jax.lax.ragged_all_to_all`. It is not differentiable; its callers implement their
+    # transposes. Between processes on CPUs, all groups must call it equally often; see `permutes.agreed`.
+    axis_name = group.axes
     num_ranks = jax.lax.axis_size(axis_name)
-    if send_sizes.shape[0] % num_ranks:
-        raise ValueError(f"send_sizes has {send_sizes.shape[0]} entries; expected a multiple of the {num_ranks} ranks")
-    args = (operand, output, input_offsets, send_sizes, output_offsets, recv_sizes)
+    if slices.sent.shape[0] % num_ranks:
+        raise ValueError(f"sent has {slices.sent.shape[0]} entries; expected a multiple of the {num_ranks} ranks")
+    args = operand, output, *slices
 
     # It has no batching rule for partly mapped operands.
     @jax.custom_batching.sequential_vmap
@@ -231,11 +261,11 @@ def ragged_all_to_all(
     def in_process(*args: Array) -> Array:
         return _in_process(*args, axis_name=axis_name, site=site or "axis " + ", ".join(axis_name), timeout_s=timeout_s)
 
-    def by_steps(*args: Array) -> Array:
-        return exchange_by_steps(*args, axis_name=axis_name, disjoint=disjoint)
+    def by_steps(operand: Array, output: Array, *slices: Array) -> Array:
+        return exchange_by_steps(operand, output, Slices(*slices), axis_name, disjoint)
 
     on_cpu = in_process if moves_in_process() else by_steps
-    on_cuda = on_one_shot_kernel if in_one_process and num_ranks <= MAX_ONE_SHOT_RANKS else on_accelerators
+    on_cuda = on_one_shot_kernel if group.in_one_process and num_ranks <= MAX_ONE_SHOT_RANKS else on_accelerators
     if num_ranks == 1:
         on_cuda = on_one_rank
     return jax.lax.platform_dependent(*args, cpu=on_cpu, cuda=on_cuda, default=on_accelerators)
@@ -244,18 +274,15 @@ def ragged_all_to_all(
 def on_one_rank(
     operand: Shaped[Array, "P *X"],
     output: Shaped[Array, "Q *X"],
-    input_offsets: Sizes,
-    send_sizes: Sizes,
-    output_offsets: Sizes,
-    recv_sizes: Sizes,
+    *slices: Sizes,
 ) -> Shaped[Array, "Q *X"]:
-    """Compute `ragged_all_to_all` of a single rank by a gather, with the same arguments."""
+    """Compute `ragged_all_to_all` of a single rank by a gather."""
     # It is used on NVIDIA GPUs, where XLA's kernel would copy with few thread blocks.
     if operand.shape[0] == 0 or output.shape[0] == 0:
         return output
-    num_rows = output.shape[0]
-    into = _landing_rows(output_offsets, recv_sizes, num_rows)
-    sent = concatenated(input_offsets, send_sizes, num_rows)
+    num_rows, (first, sizes, lands, arriving) = output.shape[0], slices
+    into = _landing_rows(lands, arriving, num_rows)
+    sent = concatenated(first, sizes, num_rows)
     # Each row's source first, so that rows move once.
     source = jnp.full(num_rows, -1, jnp.int32).at[into].set(sent, mode="drop")
     rows = operand.at[jnp.maximum(source, 0)].get(mode="clip")
@@ -299,10 +326,10 @@ def moves_in_process() -> bool:
     return is_built("cpu") and jax.process_count() == 1
 
 
-def exchange_by_steps(*args: Array, axis_name: tuple[str, ...], disjoint: bool = False) -> Array:
+def exchange_by_steps(operand: Array, output: Array, slices: Slices, axis_name: Axes, disjoint: bool = False) -> Array:
     """Compute `ragged_all_to_all` from XLA's other collectives, for one process or for several."""
     by_steps = one_way_all_to_all if jax.process_count() > 1 else padded_all_to_all
-    return by_steps(*args, axis_name=axis_name, disjoint=disjoint)
+    return by_steps(operand, output, slices, axis_name, disjoint)
 
 
 def _in_process(

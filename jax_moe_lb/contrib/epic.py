@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jax_moe_lb.balancers.host_callback import PlannedOnHost, served_at_home
-from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.core.checks import Count, checked_fields
 from jax_moe_lb.core.plan import Plan
 
 
@@ -45,11 +45,7 @@ class EPIC(PlannedOnHost):
         doi 10.1145/3789240.3829201, by the summary in AI-Infra-Team/awesome-papers, issue 228.
     """
 
-    min_saved: int = 1
-
-    def __post_init__(self) -> None:
-        if self.min_saved < 1:
-            raise ValueError(f"min_saved is {self.min_saved}; expected at least 1")
+    min_saved: Count = 1
 
     def plan_on_host(self, counts: np.ndarray, plan: Plan) -> Plan:
         """Return EPIC's plan; see `PlannedOnHost`."""

@@ -1,12 +1,12 @@
 """LLEP: tokens beyond a rank's capacity spill to the least loaded ranks."""
 
-import math
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import numpy as np
 
 from jax_moe_lb.balancers.host_callback import PlannedOnHost, served_at_home
-from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.core.checks import Count, Least, checked_fields
 from jax_moe_lb.core.plan import Plan
 
 
@@ -46,16 +46,9 @@ class LLEP(PlannedOnHost):
         LLEP, arXiv 2601.17111, and the authors' code (Apache-2.0), whose defaults are these options.
     """
 
-    capacity: float = 1.1
-    min_tokens: int = 1024
-    min_imbalance: float = 1.3
-
-    def __post_init__(self) -> None:
-        for name in ("capacity", "min_imbalance"):
-            if not 1 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected a finite number, at least 1")
-        if self.min_tokens < 1:
-            raise ValueError(f"min_tokens is {self.min_tokens}; expected at least 1")
+    capacity: Annotated[float, Least(1.0)] = 1.1
+    min_tokens: Count = 1024
+    min_imbalance: Annotated[float, Least(1.0)] = 1.3
 
     def plan_on_host(self, counts: np.ndarray, plan: Plan) -> Plan:
         """Return LLEP's plan; see `PlannedOnHost`."""

@@ -1,7 +1,8 @@
 """Checks of constructor arguments by their annotations.
 
-`@checked_fields` below `@dataclass` checks every field before `__post_init__`, which then checks ranges only. Without
-it, a wrong type fails in a later comparison or in the compiler, and the message does not name the argument.
+`@checked_fields` below `@dataclass` checks every field before `__post_init__`, which then checks relations of fields.
+Without it, a wrong type fails in a later comparison or in the compiler, and the message does not name the argument. An
+annotation may bound a number: `Count`, `Positive` and `NonNegative`, or `Annotated[float, Least(1.0)]`.
 """
 
 import functools
@@ -9,10 +10,10 @@ import sys
 import types
 import typing
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from enum import Enum
 from numbers import Integral, Real
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,34 @@ MOST_SHOWN = 60
 """Maximum length of a value in a message."""
 
 ClassT = TypeVar("ClassT", bound=type)
+
+
+@dataclass(frozen=True)
+class Least:
+    """Lower bound of a number in an annotation."""
+
+    bound: float  # the bound
+    excluded: bool = False  # whether numbers equal to it are refused; False by default
+
+    def admits(self, value: Any) -> bool:
+        """Return whether a number is within the bound; NaN is not."""
+        return bool(value > self.bound if self.excluded else value >= self.bound)
+
+    def __str__(self) -> str:
+        return f"above {self.bound:g}" if self.excluded else f"at least {self.bound:g}"
+
+
+Count = Annotated[int, Least(1.0)]
+"""Integer of at least 1."""
+
+Natural = Annotated[int, Least(0.0)]
+"""Integer of at least 0."""
+
+Positive = Annotated[float, Least(0.0, excluded=True)]
+"""Finite number above 0."""
+
+NonNegative = Annotated[float, Least(0.0)]
+"""Finite number of at least 0."""
 
 
 def checked_fields(cls: ClassT) -> ClassT:
@@ -59,6 +88,12 @@ def checked_fields(cls: ClassT) -> ClassT:
 
 def check_value(argument: str, value: object, kind: Any) -> None:
     """Check an argument by an annotation."""
+    for option in _options(kind):
+        for least in getattr(option, "__metadata__", ()):
+            if isinstance(least, Least) and _is_number(value, Real) and not least.admits(value):
+                raise ValueError(
+                    f"{argument} is {shown(value)}; expected {least if _base(option) is int else expected(option)}"
+                )
     if _matches(value, kind):
         return
     error = ValueError if _matches_but_for_value(value, kind) else TypeError
@@ -117,6 +152,9 @@ def expected(kind: Any) -> str:
     """Return the condition of an annotation in words."""
     if _is_union(kind):
         return " or ".join(dict.fromkeys(map(expected, get_args(kind))))
+    if get_origin(kind) is Annotated:
+        bounds = [one for one in kind.__metadata__ if isinstance(one, Least) and kind.__origin__ is float]
+        return expected(kind.__origin__) + "".join(f"{' ' if one.excluded else ', '}{one}" for one in bounds)
     if get_origin(kind) is Literal:
         return " or ".join(map(repr, get_args(kind)))
     if get_origin(kind) is tuple:
@@ -133,7 +171,7 @@ def expected(kind: Any) -> str:
 @functools.cache
 def _hints(cls: Any) -> dict[str, Any]:
     try:
-        return typing.get_type_hints(cls)
+        return typing.get_type_hints(cls, include_extras=True)
     except (NameError, TypeError):
         # Annotations of a user's class that exist for type checkers only.
         return {}
@@ -141,6 +179,11 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 def _options(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) if _is_union(kind) else (kind,)
+
+
+def _base(kind: Any) -> Any:
+    """Return an annotation without bounds."""
+    return kind.__origin__ if get_origin(kind) is Annotated else kind
 
 
 def _is_union(kind: Any) -> bool:
@@ -151,6 +194,8 @@ def _matches(value: Any, kind: Any) -> bool:
     origin, args = get_origin(kind), get_args(kind)
     if _is_union(kind):
         return any(_matches(value, option) for option in args)
+    if origin is Annotated:
+        return _matches(value, kind.__origin__)
     if origin is Literal:
         return any(type(value) is type(option) and value == option for option in args)
     if origin is tuple:
@@ -172,7 +217,7 @@ def _matches(value: Any, kind: Any) -> bool:
 
 
 def _is_infinite_number(value: object, kind: Any) -> bool:
-    return float in _options(kind) and isinstance(value, float) and not abs(value) <= MOST_FLOAT
+    return float in map(_base, _options(kind)) and isinstance(value, float) and not abs(value) <= MOST_FLOAT
 
 
 def _is_number(value: object, kind: type) -> bool:
@@ -181,7 +226,7 @@ def _is_number(value: object, kind: type) -> bool:
 
 def _matches_but_for_value(value: object, kind: Any) -> bool:
     """Return whether only the range of a number, or the choice among literals, is wrong."""
-    for option in _options(kind):
+    for option in map(_base, _options(kind)):
         if get_origin(option) is Literal and type(value) in {type(literal) for literal in get_args(option)}:
             return True
         if (option is float and _is_number(value, Real)) or (option is int and _is_number(value, Integral)):

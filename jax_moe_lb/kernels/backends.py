@@ -23,6 +23,7 @@ from jax_moe_lb.core.device_rates import RecordedKernel, recorded_tflops
 from jax_moe_lb.core.manual_axes import unvarying_call, vary_alike, vary_like
 from jax_moe_lb.core.types import DType, GroupSizes, wide_dtype
 from jax_moe_lb.kernels.blocks import matmul_by_blocks, outer_by_blocks
+from jax_moe_lb.kernels.operands import RowGroups
 
 Kind = Literal["product", "transposed", "outer"]
 """Rows times matrices, rows times transposed matrices, or outer sums, the gradients of matrices."""
@@ -85,9 +86,10 @@ class Product:
         """Whether rows are multiplied with the transposes of the matrices."""
         return self.kind == "transposed"
 
-    def operands(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def operands(self) -> tuple[Any, Any, RowGroups]:
         """Return the shapes of the operands, with matrices in one array."""
         inner, outer = self.widths
+        sizes: Any = jax.ShapeDtypeStruct((self.all_groups,), jnp.int32)
         right = {
             "product": (self.all_groups, inner, outer),
             "transposed": (self.all_groups, outer, inner),
@@ -96,7 +98,7 @@ class Product:
         return (
             jax.ShapeDtypeStruct((self.num_rows, inner), self.dtypes[0]),
             jax.ShapeDtypeStruct(right, self.dtypes[1]),
-            jax.ShapeDtypeStruct((self.all_groups,), jnp.int32),
+            RowGroups(sizes),
         )
 
 
@@ -109,10 +111,9 @@ class Backend:
     why: str  # reason to prefer it to later rows of the table
     # Function that returns the reason why it cannot compute a product, or `None`
     why_not: Callable[[Product], str | None]
-    # Function for "product" and "transposed", of `(product, rows, weights, group_sizes)`; `None` if unsupported
+    # Function for "product" and "transposed", of `(product, rows, weights, groups)`; `None` if unsupported
     matmul: Callable[..., Any] | None
-    # Function for "outer", of the same arguments, and of `sums`, to which it adds, and `is_read`, see `grouped_outer`.
-    # `None` if unsupported.
+    # Function for "outer", of the same arguments, and of `sums`, to which it adds; `None` if unsupported
     outer: Callable[..., Any] | None
     takes_parts: bool = False  # if True, matrices and sums may be in several arrays. False by default.
     recorded: RecordedKernel | None = None  # kernel of `recorded_rates`; `None` (default) for no record
@@ -128,18 +129,16 @@ class Backend:
         has_kernel = (self.outer if product.kind == "outer" else self.matmul) is not None
         return self.why_not(product) if has_kernel else "it has no such kernel"
 
-    def __call__(
-        self, product: Product, left: Array, right: Any, group_sizes: GroupSizes, sums: Any, is_read: Any = None
-    ) -> Any:
+    def __call__(self, product: Product, left: Array, right: Any, groups: RowGroups, sums: Any) -> Any:
         """Compute the product; concatenate or split arrays if the backend requires it."""
         in_one = isinstance(product.num_groups, int) or self.takes_parts
         if product.kind != "outer":
             assert self.matmul is not None
-            return self.matmul(product, left, right if in_one else jnp.concatenate(right), group_sizes)
+            return self.matmul(product, left, right if in_one else jnp.concatenate(right), groups)
         assert self.outer is not None
         if in_one:
-            return self.outer(product, left, right, group_sizes, sums, is_read)
-        whole = self.outer(product, left, right, group_sizes, None, is_read)
+            return self.outer(product, left, right, groups, sums)
+        whole = self.outer(product, left, right, groups, None)
         parts = tuple(jnp.split(whole, np.cumsum(product.num_groups)[:-1]))
         return parts if sums is None else jax.tree.map(jnp.add, sums, parts)
 
@@ -299,10 +298,8 @@ def _sum_of(product: Product, sums: Any, products: Any) -> Any:
 def _then_add(multiply: Callable[..., Any]) -> Callable[..., Any]:
     """Add `sums` to the result of a backend without accumulation."""
 
-    def multiply_then_add(
-        product: Product, left: Array, right: Array, group_sizes: GroupSizes, sums: Any, is_read: Any
-    ) -> Any:
-        products = multiply(product, left, right, group_sizes, is_read)
+    def multiply_then_add(product: Product, left: Array, right: Array, groups: RowGroups, sums: Any) -> Any:
+        products = multiply(product, left, right, groups)
         if sums is not None:
             return _sum_of(product, sums, products)
         return jax.tree.map(lambda array: array.astype(product.dtype), products)
@@ -310,18 +307,15 @@ def _then_add(multiply: Callable[..., Any]) -> Callable[..., Any]:
     return multiply_then_add
 
 
-def _call_matmul(product: Product, rows: Array, weights: Array, group_sizes: GroupSizes) -> Array:
+def _call_matmul(product: Product, rows: Array, weights: Array, groups: RowGroups) -> Array:
     out = like(rows, (product.num_rows, product.widths[1]))
-    return call("grouped_matmul", out, rows, weights, group_sizes, transposed=int(product.is_transposed))
+    return call("grouped_matmul", out, rows, weights, groups.sizes, transposed=int(product.is_transposed))
 
 
-def _call_outer(
-    product: Product, rows: Array, others: Array, group_sizes: GroupSizes, sums: Array | None, is_read: object
-) -> Array:
-    del is_read
+def _call_outer(product: Product, rows: Array, others: Array, groups: RowGroups, sums: Array | None) -> Array:
     shape, wide = (product.all_groups, *product.widths), wide_dtype(rows)
     # The call adds to its last operand in place, block by block of rows.
-    operands = rows, others, group_sizes
+    operands = rows, others, groups.sizes
     before = vary_like(jnp.zeros(shape, wide), *operands) if sums is None else sums.astype(wide)
     return call("grouped_outer", like(rows, shape, wide), *operands, before, aliases={3: 0}).astype(product.dtype)
 
@@ -335,7 +329,7 @@ def _widened(operand: Array) -> Array:
 def _matmul_by(module: str) -> Callable[..., Any]:
     """Return the products by the kernel of a module, which reads matrices in parts."""
 
-    def matmul(product: Product, rows: Array, weights: Any, group_sizes: GroupSizes) -> Array:
+    def matmul(product: Product, rows: Array, weights: Any, groups: RowGroups) -> Array:
         # Imported lazily: the compilers of kernels are not part of every installation.
         kernel = importlib.import_module(f"jax_moe_lb.kernels.{module}")
 
@@ -344,7 +338,7 @@ def _matmul_by(module: str) -> Callable[..., Any]:
             wide = kernel.product(*operands, group_sizes=group_sizes, transposed=product.is_transposed)
             return wide[:, : product.widths[1]]
 
-        return unvarying_call(multiply, *vary_alike((rows, group_sizes, *jax.tree.leaves(weights))))
+        return unvarying_call(multiply, *vary_alike((rows, groups.sizes, *jax.tree.leaves(weights))))
 
     return matmul
 
@@ -352,23 +346,21 @@ def _matmul_by(module: str) -> Callable[..., Any]:
 def _outer_by(module: str) -> Callable[..., Any]:
     """Return the sums by the kernel of a module, which writes them in parts."""
 
-    def outer(product: Product, rows: Array, others: Array, group_sizes: GroupSizes, is_read: Array | None) -> Any:
+    def outer(product: Product, rows: Array, others: Array, groups: RowGroups) -> Any:
         kernel = importlib.import_module(f"jax_moe_lb.kernels.{module}")
 
-        def multiply(rows: Array, others: Array, group_sizes: Array, *is_read: Array) -> tuple[Array, ...]:
-            operands = _widened(rows), _widened(others), group_sizes
-            read = is_read[0] if is_read else None
-            wide = kernel.outer(*operands, parts=product.parts, dtype=product.dtype, is_read=read)
+        def multiply(rows: Array, others: Array, *groups: Array) -> tuple[Array, ...]:
+            operands = _widened(rows), _widened(others), RowGroups(*groups)
+            wide = kernel.outer(*operands, parts=product.parts, dtype=product.dtype)
             return tuple(part[:, : product.widths[0], : product.widths[1]] for part in wide)
 
-        maybe = () if is_read is None else (is_read,)
-        sums = unvarying_call(multiply, *vary_alike((rows, others, group_sizes, *maybe)))
+        sums = unvarying_call(multiply, *vary_alike((rows, others, *jax.tree.leaves(groups))))
         return sums[0] if isinstance(product.num_groups, int) else sums
 
     return outer
 
 
-def _tokamax(product: Product, left: Array, right: Array, group_sizes: GroupSizes) -> Array:
+def _tokamax(product: Product, left: Array, right: Array, groups: RowGroups) -> Array:
     # Imported lazily: the package is optional.
     import tokamax
 
@@ -383,26 +375,24 @@ def _tokamax(product: Product, left: Array, right: Array, group_sizes: GroupSize
         )
 
     try:
-        return unvarying_call(multiply, *vary_alike((left, right, group_sizes)))
+        return unvarying_call(multiply, *vary_alike((left, right, groups.sizes)))
     except NotImplementedError:
         if product.kind != "transposed":
             raise
         # The kernels of some architectures cannot transpose: pass a transposed copy.
-        return _tokamax(replace(product, kind="product"), left, right.mT, group_sizes)
+        return _tokamax(replace(product, kind="product"), left, right.mT, groups)
 
 
-def _ragged(product: Product, left: Array, right: Array, group_sizes: GroupSizes, is_read: object = None) -> Array:
-    # All groups are cleared: a choice of groups would save little, and lets XLA lay out temporaries worse.
-    del is_read
-
+def _ragged(product: Product, left: Array, right: Array, groups: RowGroups) -> Array:
     # It has no batching rule for partly mapped operands.
     @jax.custom_batching.sequential_vmap
     def multiply(left: Array, right: Array, group_sizes: GroupSizes) -> Array:
         dimensions = DIMENSIONS[product.kind]
         return jax.lax.ragged_dot_general(left, right, group_sizes, dimensions, preferred_element_type=product.dtype)
 
-    out = multiply(left, right, group_sizes)
-    return _clear_empty(out, group_sizes) if product.kind == "outer" else out
+    out = multiply(left, right, groups.sizes)
+    # All groups are cleared: a choice of groups would save little, and lets XLA lay out temporaries worse.
+    return _clear_empty(out, groups.sizes) if product.kind == "outer" else out
 
 
 def _clear_empty(sums: Float[Array, "S I O"], group_sizes: GroupSizes) -> Float[Array, "S I O"]:
@@ -418,6 +408,10 @@ def _clear_empty(sums: Float[Array, "S I O"], group_sizes: GroupSizes) -> Float[
         return jax.lax.dynamic_update_index_in_dim(sums, jnp.zeros_like(sums[0]), group, 0)
 
     return jax.lax.fori_loop(0, so_far[-1], clear_one, sums)
+
+
+def _matmul_by_blocks(product: Product, rows: Array, weights: Array, groups: RowGroups) -> Array:
+    return matmul_by_blocks(rows, weights, groups.sizes, transposed=product.is_transposed)
 
 
 BACKENDS = (
@@ -476,8 +470,8 @@ BACKENDS = (
         None,
         why="lax.ragged_dot multiplies every row with every expert on CPUs and GPUs",
         why_not=lambda _: None,
-        matmul=lambda product, *operands: matmul_by_blocks(*operands, transposed=product.is_transposed),
-        outer=_then_add(lambda _, rows, others, sizes, is_read: outer_by_blocks(rows, others, sizes)),
+        matmul=_matmul_by_blocks,
+        outer=_then_add(lambda _, rows, others, groups: outer_by_blocks(rows, others, groups.sizes)),
         reads_tail=False,
     ),
 )

@@ -34,7 +34,7 @@ from jax_moe_lb.kernels.backends import (
     reads_tail,
 )
 from jax_moe_lb.kernels.grouped_matmul import grouped_matmul, grouped_outer
-from jax_moe_lb.kernels.operands import clear_tail
+from jax_moe_lb.kernels.operands import BackwardRows, RowGroups, clear_tail
 from jax_moe_lb.kernels.row_windows import RowWindow, each_window, num_windows
 
 
@@ -91,7 +91,7 @@ def grouped_ffn(rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSi
     """Apply the expert of the group to each row."""
     # `moe` calls it for the received rows of a rank; use it in custom transports. The residuals are `rows` and
     # `experts`: the backward pass recomputes the hidden activations.
-    return _by_platform(_network(rows, experts), _in_windows, rows, experts, group_sizes)[0]
+    return _by_platform(_network(rows, experts), _in_windows, rows.shape[0], rows, experts, group_sizes)[0]
 
 
 def grouped_ffn_with_products(
@@ -101,8 +101,8 @@ def grouped_ffn_with_products(
     # It is not differentiable; use it in custom forward passes.
     # Returns the outputs, `[A, H]`, and the products with `up` and, if separate, with the gate, `[A, F]` each in the
     # dtype of `rows`; or one of `[A, 2 F]` if `up` contains the gate. Rows beyond `group_sizes.sum()` are undefined.
-    in_windows = partial(_in_windows, keeps_products=True)
-    return _by_platform(_network(rows, experts, keeps_products=True), in_windows, rows, experts, group_sizes)
+    at_once, in_windows = _network(rows, experts, keeps_products=True), partial(_in_windows, keeps_products=True)
+    return _by_platform(at_once, in_windows, rows.shape[0], rows, experts, group_sizes)
 
 
 def _network(rows: Rows, experts: Experts | ExpertParts, *, keeps_products: bool = False) -> Callable[..., Any]:
@@ -150,12 +150,12 @@ def _parts(experts: Experts | ExpertParts) -> ExpertParts:
     return experts if isinstance(experts, tuple) else (experts,)
 
 
-def _by_platform(at_once: Callable[..., Any], in_windows: Callable[..., Any], rows: Rows, *args: Any) -> Any:
+def _by_platform(at_once: Callable[..., Any], in_windows: Callable[..., Any], num_rows: int, *args: Any) -> Any:
     in_parts = any(_are_parts(arg) for arg in args)
-    if in_parts or (num_windows(rows.shape[0]) == 1 and not products_are_by_group()):
-        return at_once(rows, *args)
+    if in_parts or (num_windows(num_rows) == 1 and not products_are_by_group()):
+        return at_once(*args)
     # The branches of `platform_dependent` must have one type.
-    alike = vary_like((rows, *args), rows, *args)
+    alike = vary_like(args, *args)
     return jax.lax.platform_dependent(*alike, cpu=in_windows, default=at_once)
 
 
@@ -229,43 +229,26 @@ def _save(
 
 
 def grouped_ffn_gradients(
-    rows: Rows,
-    weights: Float[Array, "A 1"],
+    batch: BackwardRows,
     experts: Experts | ExpertParts,
-    group_sizes: GroupSizes,
-    upstream: Rows,
+    groups: RowGroups,
     sums_dtype: DType,
     sums: Experts | ExpertParts | None = None,
     again: Callable[[Array], Experts | ExpertParts] | None = None,
-    products: Products | None = None,
-    is_read: Bool[Array, "S"] | None = None,
 ) -> tuple[Rows, Float[Array, "A 1"], Experts | ExpertParts]:
     """Compute the gradients of `weights * grouped_ffn(rows, experts, group_sizes)`."""
-    # Use it in a handwritten backward pass, such as the one of the rounds. See `grouped_outer` for `is_read`.
+    # Use it in a handwritten backward pass, such as the one of the rounds.
     at_once = partial(_gradients_at_once, sums_dtype=sums_dtype, again=again)
-    if fuses(rows, experts):
+    if fuses(batch.rows, experts):
         at_once = partial(_on_cuda, partial(_fused_gradients, sums_dtype=sums_dtype, again=again), at_once)
-    return _by_platform(
-        at_once,
-        partial(_gradients_in_windows, sums_dtype=sums_dtype),
-        *(rows, weights, experts, group_sizes, upstream, sums, products, is_read),
-    )
+    in_windows = partial(_gradients_in_windows, sums_dtype=sums_dtype)
+    return _by_platform(at_once, in_windows, batch.rows.shape[0], batch, experts, groups, sums)
 
 
 def _gradients_in_windows(
-    rows: Rows,
-    weights: Float[Array, "A 1"],
-    experts: Experts,
-    group_sizes: GroupSizes,
-    upstream: Rows,
-    sums: Experts | None,
-    products: Products | None,
-    is_read: object,
-    *,
-    sums_dtype: DType,
+    batch: BackwardRows, experts: Experts, groups: RowGroups, sums: Experts | None, *, sums_dtype: DType
 ) -> tuple[Rows, Float[Array, "A 1"], Experts]:
-    del is_read
-    wide = wide_dtype(rows)
+    wide = wide_dtype(batch.rows)
     if sums is None:
         sums = jax.tree.map(jnp.zeros_like, experts.trained)
     # Round after the sum over all windows.
@@ -273,37 +256,28 @@ def _gradients_in_windows(
 
     def step(window: RowWindow, carry: PyTree) -> PyTree:
         rows, weights, sums = carry
+        # Gradients overwrite the rows and weights of earlier windows.
+        of_window = jax.tree.map(window.take, batch._replace(rows=rows, weights=weights))
         of_rows, of_weights, of_experts = _gradients_at_once(
-            window.take(rows),
-            window.take(weights),
-            window.of_groups(experts),
-            window.group_sizes,
-            window.take(upstream),
-            window.of_groups(sums),
-            jax.tree.map(window.take, products),
-            sums_dtype=wide,
+            of_window, window.of_groups(experts), RowGroups(window.group_sizes), window.of_groups(sums), sums_dtype=wide
         )
         return window.put(of_rows, rows), window.put(of_weights, weights), window.put_of_groups(of_experts, sums)
 
-    of_rows, of_weights, sums = each_window(
-        step, (rows, weights, sums), rows.shape[0], group_sizes, of_one_group=products_are_by_group()
-    )
+    carry, num_rows = (batch.rows, batch.weights, sums), batch.rows.shape[0]
+    of_rows, of_weights, sums = each_window(step, carry, num_rows, groups.sizes, of_one_group=products_are_by_group())
     return of_rows, of_weights, jax.tree.map(lambda leaf: leaf.astype(sums_dtype), sums)
 
 
 def _gradients_at_once(
-    rows: Rows,
-    weights: Float[Array, "A 1"],
+    batch: BackwardRows,
     experts: Experts | ExpertParts,
-    group_sizes: GroupSizes,
-    upstream: Rows,
+    groups: RowGroups,
     sums: Experts | ExpertParts | None,
-    products: Products | None = None,
-    is_read: Bool[Array, "S"] | None = None,
     *,
     sums_dtype: DType,
     again: Callable[[Array], Experts | ExpertParts] | None = None,
 ) -> tuple[Rows, Float[Array, "A 1"], Experts | ExpertParts]:
+    (rows, weights, upstream, products), group_sizes = batch, groups.sizes
     experts, inner = jax.tree.map(usual_layout, experts), _first(experts).inner_kinds
     # Clear rows beyond the groups: weight gradients sum over all rows.
     clear = partial(clear_tail, group_sizes=group_sizes, reads_tail=_reads_tail(rows, experts, sums_dtype))
@@ -332,7 +306,7 @@ def _gradients_at_once(
 
     def outer(kind: str, left: Array, right: Array) -> Any:
         before = None if sums is None else _kind(sums, kind)
-        return grouped_outer(left, right, group_sizes, sums_dtype, before, num_groups, is_read)
+        return grouped_outer(left, right, groups, sums_dtype, before, num_groups)
 
     def narrow(rows: Array, kind: str, *, transposed: bool = False) -> Array:
         products = grouped_matmul(rows, _kind(experts, kind), group_sizes, transposed=transposed)
@@ -383,14 +357,10 @@ def _reads_tail(rows: Rows, experts: Experts | ExpertParts, dtype: DType) -> boo
 
 
 def _fused_gradients(
-    rows: Rows,
-    weights: Float[Array, "A 1"],
+    batch: BackwardRows,
     experts: Experts | ExpertParts,
-    group_sizes: GroupSizes,
-    upstream: Rows,
+    groups: RowGroups,
     sums: Experts | ExpertParts | None,
-    products: Products | None = None,
-    is_read: Bool[Array, "S"] | None = None,
     *,
     sums_dtype: DType,
     again: Callable[[Array], Experts | ExpertParts] | None = None,
@@ -398,12 +368,10 @@ def _fused_gradients(
     from jax_moe_lb.kernels import mosaic_ffn
 
     experts = jax.tree.map(usual_layout, experts)
-    if products is not None and len(products) == 1 and _first(experts).is_fused:
-        products = tuple(jnp.split(products[0], 2, -1))
+    if batch.products is not None and len(batch.products) == 1 and _first(experts).is_fused:
+        batch = batch._replace(products=tuple(jnp.split(batch.products[0], 2, -1)))
     rebuilt = None if again is None else lambda after: _parts(jax.tree.map(usual_layout, again(after)))
-    of_rows, of_weights, of_kinds = mosaic_ffn.gradients(
-        rows, weights, _parts(experts), group_sizes, upstream, products, sums_dtype, rebuilt, is_read
-    )
+    of_rows, of_weights, of_kinds = mosaic_ffn.gradients(batch, _parts(experts), groups, sums_dtype, rebuilt)
     kinds = {kind: parts if isinstance(experts, tuple) else parts[0] for kind, parts in of_kinds.items()}
     of_experts = _with_kinds(experts, kinds)
     return of_rows, of_weights, of_experts if sums is None else jax.tree.map(jnp.add, sums, of_experts)
@@ -420,7 +388,8 @@ def _backward(
 ) -> tuple[Rows, Experts | ExpertParts, None]:
     rows, experts, group_sizes = saved
     ones = vary_like(jnp.ones((rows.shape[0], 1), wide_dtype(rows)), rows)
-    of_rows, _, of_experts = grouped_ffn_gradients(rows, ones, experts, group_sizes, upstream, _first(experts).up.dtype)
+    batch, dtype = BackwardRows(rows, ones, upstream), _first(experts).up.dtype
+    of_rows, _, of_experts = grouped_ffn_gradients(batch, experts, RowGroups(group_sizes), dtype)
     return of_rows, of_experts, None
 
 

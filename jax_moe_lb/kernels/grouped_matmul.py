@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from jax_moe_lb.core.manual_axes import vary_alike
 from jax_moe_lb.core.types import DType, GroupSizes, wide_dtype
 from jax_moe_lb.kernels.backends import PLATFORMS, Product, choose_backend
-from jax_moe_lb.kernels.operands import clear_tail
+from jax_moe_lb.kernels.operands import RowGroups, clear_tail
 
 Inputs = Float[Array, "A I"]
 Outputs = Float[Array, "A O"]
@@ -46,7 +46,7 @@ def grouped_matmul(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(transposed: bool, rows: Inputs, weights: GroupWeights | WeightParts, group_sizes: GroupSizes) -> Outputs:
-    return _by_platform(matmul_product(rows, weights, transposed), rows, weights, group_sizes)
+    return _by_platform(matmul_product(rows, weights, transposed), rows, weights, RowGroups(group_sizes))
 
 
 def matmul_product(rows: Inputs, weights: GroupWeights | WeightParts, transposed: bool) -> Product:
@@ -63,13 +63,13 @@ def outer_product(rows: Inputs, others: Outputs, num_groups: int | tuple[int, ..
     return Product("outer", rows.shape[0], widths, num_groups, dtypes, dtype)
 
 
-def _by_platform(product: Product, *operands: Any, sums: Any = None, is_read: Any = None) -> Any:
+def _by_platform(product: Product, *operands: Any, sums: Any = None) -> Any:
     def on(platform: str) -> Any:
         # The platform is known when the program is lowered; the branches of all platforms are traced.
         return lambda *args: choose_backend(product, platform).backend(product, *args)
 
     branches = {platform: on(platform) for platform in PLATFORMS}
-    return jax.lax.platform_dependent(*operands, sums, is_read, **branches, default=on("other"))
+    return jax.lax.platform_dependent(*operands, sums, **branches, default=on("other"))
 
 
 def _save(transposed: bool, *args: Any) -> tuple[Outputs, tuple[Any, ...]]:
@@ -85,7 +85,7 @@ def _backward(
     pair = (upstream, rows) if transposed else (rows, upstream)
     # Rounded once, to the dtype of the weights.
     parts = tuple(part.shape[0] for part in weights) if isinstance(weights, tuple) else None
-    sums = grouped_outer(*pair, group_sizes, jax.tree.leaves(weights)[0].dtype, parts=parts)
+    sums = grouped_outer(*pair, RowGroups(group_sizes), jax.tree.leaves(weights)[0].dtype, parts=parts)
     return _matmul(not transposed, upstream, weights, group_sizes), sums, None
 
 
@@ -95,18 +95,15 @@ _matmul.defvjp(_save, _backward)
 def grouped_outer(
     rows: Inputs,
     others: Outputs,
-    group_sizes: GroupSizes,
+    groups: RowGroups,
     dtype: DType | None = None,
     sums: Sums | WeightParts | None = None,
     parts: tuple[int, ...] | None = None,
-    is_read: Bool[Array, "S"] | None = None,
 ) -> Sums | WeightParts:
     """Compute `rows.T @ others` of each group, the gradient of the weights of `grouped_matmul`."""
-    # It is not differentiable; use it in custom backward passes. Sums of groups without rows are 0. If `is_read` is
-    # False for such a group, they may stay uninitialized.
-    num_groups = group_sizes.shape[0] if parts is None else parts
+    # It is not differentiable; use it in custom backward passes.
+    num_groups = groups.sizes.shape[0] if parts is None else parts
     product = outer_product(rows, others, num_groups, wide_dtype(rows) if dtype is None else dtype)
-    leaves, form = jax.tree.flatten((sums, is_read))
-    rows, others, group_sizes, *leaves = vary_alike((rows, others, group_sizes.astype(jnp.int32), *leaves))
-    sums, is_read = jax.tree.unflatten(form, leaves)
-    return _by_platform(product, rows, others, group_sizes, sums=sums, is_read=is_read)
+    leaves, form = jax.tree.flatten((rows, others, groups._replace(sizes=groups.sizes.astype(jnp.int32)), sums))
+    *operands, sums = jax.tree.unflatten(form, vary_alike(leaves))
+    return _by_platform(product, *operands, sums=sums)

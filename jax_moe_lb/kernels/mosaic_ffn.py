@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from jax_moe_lb.core.experts import Experts, swiglu
 from jax_moe_lb.core.manual_axes import unvarying_call, vary_alike
@@ -21,6 +21,7 @@ from jax_moe_lb.core.schedule import in_order_on_cuda
 from jax_moe_lb.core.types import DType, GroupSizes, Rows
 from jax_moe_lb.kernels.mosaic_outer import outer
 from jax_moe_lb.kernels.mosaic_product import Epilogue, Factor, Term, products
+from jax_moe_lb.kernels.operands import BackwardRows, RowGroups
 
 Parts = tuple[Experts, ...]
 Products = tuple[Float[Array, "A F"], ...]
@@ -41,19 +42,12 @@ def can_activate(experts: Experts) -> bool:
 
 
 def gradients(
-    rows: Rows,
-    weights: Float[Array, "A 1"],
-    experts: Parts,
-    group_sizes: GroupSizes,
-    upstream: Rows,
-    kept: Products | None,
-    dtype: DType,
-    again: Callable[[Array], Parts] | None,
-    is_read: Bool[Array, "S"] | None = None,
+    batch: BackwardRows, experts: Parts, groups: RowGroups, dtype: DType, again: Callable[[Array], Parts] | None
 ) -> tuple[Rows, Float[Array, "A 1"], dict[str, tuple[Array, ...]]]:
     """Return the gradients of rows, of row weights, and of each kind of weights in parts."""
+    (rows, weights, upstream, kept), group_sizes = batch, groups.sizes
     sizes = tuple(part.up.shape[0] for part in experts)
-    outers = partial(weight_gradients, group_sizes=group_sizes, parts=sizes, dtype=dtype, is_read=is_read)
+    outers = partial(weight_gradients, groups=groups, parts=sizes, dtype=dtype)
     kept = kept or inner_products(rows, experts, group_sizes)
     of_products, hidden, of_weights = activation_gradients(kept, weights, experts, group_sizes, upstream)
     of_kinds = {"down": outers(hidden, (upstream,))}
@@ -131,19 +125,14 @@ def row_gradients(of_products: Products, experts: Parts, group_sizes: GroupSizes
 
 
 def weight_gradients(
-    rows: Rows,
-    others: Products,
-    group_sizes: GroupSizes,
-    parts: tuple[int, ...],
-    dtype: DType,
-    is_read: Bool[Array, "S"] | None = None,
+    rows: Rows, others: Products, groups: RowGroups, parts: tuple[int, ...], dtype: DType
 ) -> tuple[Float[Array, "_ I O"], ...]:
     """Return `rows.T @ others` of each group, in parts; several arrays are neighboring columns of one result."""
 
-    def compute(rows: Rows, others: Products, group_sizes: GroupSizes, is_read: Array | None) -> tuple[Array, ...]:
-        return outer(rows, others, group_sizes, parts=parts, dtype=dtype, is_read=is_read)
+    def compute(rows: Rows, others: Products, groups: RowGroups) -> tuple[Array, ...]:
+        return outer(rows, others, groups, parts=parts, dtype=dtype)
 
-    return _call(compute, rows, others, group_sizes, is_read)
+    return _call(compute, rows, others, groups)
 
 
 def _activation(experts: Experts) -> Callable[..., Array]:

@@ -1,6 +1,6 @@
 """Pallas kernel of weight gradients for Hopper, compiled by Mosaic GPU.
 
-It reads rows without a transposed copy, and writes sums in parts, such as those of home experts and replicas. Groups
+It reads rows without a transposed copy, and writes sums in parts, such as those of home experts and replicas. RowGroups
 without rows are cleared, or not written if they are not read.
 """
 
@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from jax_moe_lb.core.types import DType, GroupSizes, Ref, iota
+from jax_moe_lb.core.types import DType, Ref, iota
 from jax_moe_lb.kernels.mosaic_api import (
     CONSUMER_REGISTERS,
     CONSUMERS,
@@ -28,6 +28,7 @@ from jax_moe_lb.kernels.mosaic_api import (
 )
 from jax_moe_lb.kernels.mosaic_product import MAX_STAGES, SHARED_BYTES, for_part_of
 from jax_moe_lb.kernels.mosaic_tiles import ALIGNMENT
+from jax_moe_lb.kernels.operands import RowGroups
 
 ROWS, MAX_COLUMNS = 128, 256
 """Largest tile of a result: each consumer has all rows and half of the columns, 128 registers of a thread."""
@@ -42,20 +43,18 @@ CLEARED_COLUMNS = 64
 def outer(
     rows: Float[Array, "A I"],
     others: Float[Array, "A O"] | tuple[Float[Array, "A _"], ...],
-    group_sizes: GroupSizes,
+    groups: RowGroups,
     *,
     parts: tuple[int, ...],
     dtype: DType,
-    is_read: Bool[Array, "S"] | None = None,
     name: str = "grouped_outer",
 ) -> tuple[Float[Array, "_ I O"], ...]:
     """Compute `grouped_outer`; rows beyond the last group may be NaN."""
     others = _whole_tiles(others if isinstance(others, tuple) else (others,))
     (num_rows, inner), width = rows.shape, sum(part.shape[1] for part in others)
-    group_sizes = group_sizes.astype(jnp.int32)
+    group_sizes = groups.sizes.astype(jnp.int32)
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
-    has_result = jnp.ones_like(group_sizes, bool) if is_read is None else (group_sizes > 0) | is_read
-    groups = _Groups(ends - group_sizes, ends, *_written(has_result))
+    ranges = _Ranges(ends - group_sizes, ends, *_written(groups.has_sums))
     tile = ROWS, _tile_columns(others)
     stored = CONSUMERS * tile[0] * SWIZZLE_BYTES
     step_bytes = rows.dtype.itemsize * DEPTH * sum(tile)
@@ -69,7 +68,7 @@ def outer(
         dtypes=(rows.dtype, jnp.dtype(dtype)),
     )
     out_types = [jax.ShapeDtypeStruct((count, inner, width), dtype) for count in parts]
-    return tuple(launch(kernel.run, out_types, (rows, *others, *groups), name, (num_rows, inner, width)))
+    return tuple(launch(kernel.run, out_types, (rows, *others, *ranges), name, (num_rows, inner, width)))
 
 
 def _whole_tiles(others: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -84,7 +83,7 @@ def _tile_columns(others: tuple[Array, ...]) -> int:
     return MAX_COLUMNS if is_large else ROWS
 
 
-class _Groups(NamedTuple):
+class _Ranges(NamedTuple):
     """Rows of each group, and the groups with a result in their order."""
 
     start: Int[Array, "S"]
@@ -139,7 +138,7 @@ class _Kernel:
 
     def run(self, rows: Ref, *refs: Ref) -> None:
         others, refs = refs[: self.num_others], refs[self.num_others :]
-        groups, outs = _Groups(*refs[:4]), refs[4:]
+        groups, outs = _Ranges(*refs[:4]), refs[4:]
         transforms, barrier = swizzled(self.dtypes[0]), mosaic_gpu.Barrier
         chunk = SWIZZLE_BYTES // self.dtypes[1].itemsize
         pl.run_scoped(
@@ -154,7 +153,7 @@ class _Kernel:
         )
 
     def _run_warpgroup(
-        self, operands: tuple[Ref, Sequence[Ref]], groups: _Groups, outs: Sequence[Ref], scratch: _Scratch
+        self, operands: tuple[Ref, Sequence[Ref]], groups: _Ranges, outs: Sequence[Ref], scratch: _Scratch
     ) -> None:
         program, warpgroup = (jax.lax.axis_index(name) for name in ("program", "warpgroup"))
         of_group = pl.cdiv(self.widths[0], self.tile[0]) * pl.cdiv(self.widths[1], self.tile[1])
@@ -184,7 +183,7 @@ class _Kernel:
             each_tile(partial(self._consume, warpgroup=warpgroup, groups=groups, outs=outs, scratch=scratch))
             mosaic_gpu.wait_smem_to_gmem(0)
 
-    def _place(self, index: Array, groups: _Groups) -> _Place:
+    def _place(self, index: Array, groups: _Ranges) -> _Place:
         # Neighboring programs read the same rows of one group.
         (height, width), (inner, outer) = self.tile, self.widths
         across = pl.cdiv(inner, height)
@@ -219,7 +218,13 @@ class _Kernel:
         jax.lax.fori_loop(0, place.steps, step, None)
 
     def _consume(
-        self, place: _Place, before: Array, warpgroup: Array, groups: _Groups, outs: Sequence[Ref], scratch: _Scratch
+        self,
+        place: _Place,
+        before: Array,
+        warpgroup: Array,
+        groups: _Ranges,
+        outs: Sequence[Ref],
+        scratch: _Scratch,
     ) -> None:
         start, end = groups.start[place.group], groups.end[place.group]
         columns = pl.ds(warpgroup * self.consumer_columns, self.consumer_columns)

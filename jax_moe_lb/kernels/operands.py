@@ -1,9 +1,11 @@
-"""Zeros beyond the last group of the operands of grouped products."""
+"""Operands of grouped products: groups of rows, rows of a backward pass, and zeros beyond the last group."""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float
 
 from jax_moe_lb.core.manual_axes import vary_alike
 from jax_moe_lb.core.types import GroupSizes, Rows, iota
@@ -13,6 +15,30 @@ TILE_ROWS = 128
 
 CLEARED_ROWS = 1024
 """Rows per loop step that clears rows beyond the last group on TPUs."""
+
+
+class RowGroups(NamedTuple):
+    """Consecutive groups of rows, one for each matrix or sum."""
+
+    sizes: GroupSizes  # number of rows of each group
+    # Whether the sums of a group are read. If not, sums of a group without rows may stay uninitialized; otherwise they
+    # are 0. `None` (default): all are read.
+    is_read: Bool[Array, "S"] | None = None
+
+    @property
+    def has_sums(self) -> Bool[Array, "S"]:
+        """Whether a kernel writes the sums of a group."""
+        return jnp.ones_like(self.sizes, bool) if self.is_read is None else (self.sizes > 0) | self.is_read
+
+
+class BackwardRows(NamedTuple):
+    """Rows of a backward pass, in the order of groups."""
+
+    rows: Rows  # inputs of the experts
+    weights: Float[Array, "A 1"]  # factors of the outputs
+    upstream: Rows  # gradients of the weighted outputs
+    # Products before the activation, saved by the forward pass; `None` (default) to compute them
+    products: tuple[Float[Array, "A _"], ...] | None = None
 
 
 def clear_tail(rows: Rows, group_sizes: GroupSizes, *, are_results: bool = False, reads_tail: bool = True) -> Rows:

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
-from jax_moe_lb.core.types import DType, GroupSizes, Ref, iota
+from jax_moe_lb.core.types import DType, Ref, iota
+from jax_moe_lb.kernels.operands import RowGroups
 
 TILE = 128
 """Least width of operands and results."""
@@ -56,27 +57,25 @@ def tile_of(index: Array, size: int, width: int) -> Any:
 def outer(
     rows: Float[Array, "A I"],
     others: Float[Array, "A O"],
-    group_sizes: GroupSizes,
+    groups: RowGroups,
     *,
     parts: tuple[int, ...],
     dtype: DType,
-    is_read: Bool[Array, "S"] | None = None,
     tile: Tile = OUTER,
 ) -> tuple[Float[Array, "_ I O"], ...]:
     """Compute `grouped_outer`; rows beyond the last group are never read."""
     inner, width = rows.shape[1], others.shape[1]
-    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
-    has_result = jnp.ones_like(ends) if is_read is None else ((group_sizes > 0) | is_read).astype(jnp.int32)
+    ends = jnp.cumsum(groups.sizes, dtype=jnp.int32)
     varies = jax.typeof(rows).manual_axis_type
     kernel: Any = pl.pallas_call(
         partial(_sum_of_tile, tile=tile),
         # Neighboring programs read the same rows of one group.
-        grid=(pl.cdiv(inner, tile.rows), pl.cdiv(width, tile.columns_of(width)), group_sizes.shape[0]),
+        grid=(pl.cdiv(inner, tile.rows), pl.cdiv(width, tile.columns_of(width)), ends.shape[0]),
         out_shape=tuple(jax.ShapeDtypeStruct((n, inner, width), dtype, manual_axis_type=varies) for n in parts),
         compiler_params=tile.parameters,
         name="grouped_outer",
     )
-    return kernel(ends - group_sizes, ends, has_result, rows, others)
+    return kernel(ends - groups.sizes, ends, groups.has_sums.astype(jnp.int32), rows, others)
 
 
 def _sum_of_tile(starts: Ref, ends: Ref, has_result: Ref, rows: Ref, others: Ref, *outs: Ref, tile: Tile) -> None:

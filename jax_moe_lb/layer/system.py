@@ -9,7 +9,7 @@ import jax
 
 from jax_moe_lb import balancers, transport
 from jax_moe_lb.balancers.base import Balancer, Chain, Plain
-from jax_moe_lb.core.checks import check_value, checked_fields, shown
+from jax_moe_lb.core.checks import Natural, check_value, checked_fields, shown
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.transport.compression import QuantizedTransfer
 from jax_moe_lb.transport.direct import Direct
@@ -65,13 +65,9 @@ class System:
     balancer: Balancer = field(default_factory=Plain)
     replicate: Replicate = field(default_factory=Gather)
     dispatch: Dispatch = field(default_factory=AutoDispatch)
-    replica_slots: int = 0
+    replica_slots: Natural = 0
     relocates: bool = False
     migrate: GatherExpertDomain | None = None
-
-    def __post_init__(self) -> None:
-        if self.replica_slots < 0:
-            raise ValueError(f"replica_slots is {self.replica_slots}; expected at least 0")
 
     def no_op_reason(self, topology: Topology, num_experts: int) -> str | None:
         """Return the reason why the balancer cannot change the plan of a layer; `None` if it can.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.core.checks import NonNegative, checked_fields
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, TokenMask
 from jax_moe_lb.routing.routers import NO_EXPERT, Logits, Routing, TokenInfo
@@ -37,14 +37,9 @@ class Losses:
         Losses(switch=0.01, sequence=0.0, z=0.001)
     """
 
-    switch: float = 0.0
-    sequence: float = 0.0
-    z: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("switch", "sequence", "z"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"Losses.{name} is {getattr(self, name)}; expected at least 0")
+    switch: NonNegative = 0.0
+    sequence: NonNegative = 0.0
+    z: NonNegative = 0.0
 
     def __call__(
         self, routing: Routing, counts: Counts, topology: Topology, tokens: TokenInfo = TokenInfo()

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.core.checks import Count, NonNegative, checked_fields
 from jax_moe_lb.core.types import iota
 from jax_moe_lb.routing.routers import NO_EXPERT, Logits, Router, Routing, TokenInfo, TopK
 
@@ -73,7 +73,6 @@ class ExpertChoice(Router):
     max_experts_per_tok: int = 4
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self._refuse("selection_bias")
         if not 1 <= self.num_experts_per_tok <= self.max_experts_per_tok:
             raise ValueError(
@@ -145,15 +144,12 @@ class HashRouter(Router):
         frequency.
     """
 
-    num_experts_per_tok: int
+    num_experts_per_tok: Count
 
     learns: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self._refuse("selection_bias", "scale_inputs")
-        if self.num_experts_per_tok < 1:
-            raise ValueError(f"num_experts_per_tok is {self.num_experts_per_tok}; expected at least 1")
 
     def __call__(self, logits: Logits, bias: Float[Array, "E"] | None = None, info: TokenInfo = TokenInfo()) -> Routing:
         """Route tokens by the hash of ids.
@@ -225,13 +221,10 @@ class NoisyTopK(Router):
     """
 
     router: TopK = field(default_factory=lambda: TopK(2))
-    std: float = 0.1
+    std: NonNegative = 0.1
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self._inherit(self.router)
-        if not self.std >= 0:
-            raise ValueError(f"std is {self.std}; expected at least 0")
 
     @property
     def num_experts_per_tok(self) -> int:

@@ -3,7 +3,6 @@
 Routers compute in float32 (or float64) for any dtype of the activations, because nearby scores must stay distinct.
 """
 
-import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.core.checks import Count, Positive, checked_fields
 from jax_moe_lb.core.types import TokenMask, Tokens, iota, pytree
 
 NO_EXPERT = -1
@@ -126,15 +125,11 @@ class Router:
 
     selection_bias: bool = False
     logit_bias: bool = False
-    capacity_factor: float | None = None
+    capacity_factor: Positive | None = None
     scale_inputs: bool = False
 
     learns: ClassVar[bool] = True
     """False if the routing does not depend on the logits, so that only router losses train the kernel."""
-
-    def __post_init__(self) -> None:
-        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
-            raise ValueError(f"capacity_factor is {self.capacity_factor}; expected a finite number above 0, or None")
 
     def _refuse(self, *names: str) -> None:
         """Refuse options without effect on this router."""
@@ -180,13 +175,11 @@ class GroupLimit:
 
     num_groups: int
     top_groups: int
-    experts_per_score: int = 2
+    experts_per_score: Count = 2
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_groups <= self.num_groups:
             raise ValueError(f"top_groups is {self.top_groups}; expected 1 to num_groups = {self.num_groups}")
-        if self.experts_per_score < 1:
-            raise ValueError(f"experts_per_score is {self.experts_per_score}; expected at least 1")
 
     def __call__(self, scores: Logits) -> Logits:
         """Return the scores, with `-inf` outside the best groups of each token.
@@ -268,16 +261,13 @@ class TopK(Router):
         ([[1, 2]], [0.73, 0.27])
     """
 
-    num_experts_per_tok: int
+    num_experts_per_tok: Count
     score: Callable[[Logits], Logits] = jax.nn.softmax
     renormalise: bool | None = None
     scale: float = 1.0
     group_limit: GroupLimit | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.num_experts_per_tok < 1:
-            raise ValueError(f"num_experts_per_tok is {self.num_experts_per_tok}; expected at least 1")
         if self.renormalise and self.num_experts_per_tok == 1:
             # The generated `__init__` and the check of the fields are between this line and the caller.
             warnings.warn(
@@ -381,7 +371,6 @@ class ForceBalanced(Router):
     router: TopK
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not self.router.selection_bias:
             self._refuse("selection_bias")
         self._inherit(self.router)

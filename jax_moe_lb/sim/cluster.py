@@ -8,11 +8,12 @@ import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property, lru_cache
+from typing import Annotated
 
 import numpy as np
 from jaxtyping import Float, Num
 
-from jax_moe_lb.core.checks import check_integer, checked_fields, shown
+from jax_moe_lb.core.checks import Count, Least, NonNegative, Positive, check_integer, checked_fields, shown
 from jax_moe_lb.core.topology import LEVEL_NAMES, Level, Topology
 
 MOST_BYTES = 8.0
@@ -118,16 +119,9 @@ class AnalyticGemm:
         [0.2, 0.6]
     """
 
-    peak_flops_per_s: float = 600e12
-    half_rows: float = 295.0
-    launch_s: float = 10e-6
-
-    def __post_init__(self) -> None:
-        if not 0 < self.peak_flops_per_s < math.inf:
-            raise ValueError(f"peak_flops_per_s is {self.peak_flops_per_s}; expected a finite rate above 0")
-        for name, value in (("half_rows", self.half_rows), ("launch_s", self.launch_s)):
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name} is {value}; expected a finite number, at least 0")
+    peak_flops_per_s: Positive = 600e12
+    half_rows: NonNegative = 295.0
+    launch_s: NonNegative = 10e-6
 
     @property
     def slot_rows(self) -> float:
@@ -176,7 +170,7 @@ class MeasuredGemm:
 
     rows: tuple[float, ...]
     flops_per_s: tuple[float, ...]
-    launch_s: float = 0.0
+    launch_s: NonNegative = 0.0
 
     def __post_init__(self) -> None:
         if not self.rows or len(self.rows) != len(self.flops_per_s):
@@ -185,8 +179,6 @@ class MeasuredGemm:
             raise ValueError(f"rows is {self.rows}; expected ascending numbers above 0")
         if not 0 < min(self.flops_per_s) <= max(self.flops_per_s) < math.inf:
             raise ValueError(f"flops_per_s is {self.flops_per_s}; expected finite rates above 0")
-        if not 0 <= self.launch_s < math.inf:
-            raise ValueError(f"launch_s is {self.launch_s}; expected a finite number, at least 0")
 
     @property
     def peak_flops_per_s(self) -> float:
@@ -254,21 +246,14 @@ class Links:
     """
 
     name: str
-    size: int
-    bytes_per_s: float
-    links: int = 1
-    latency_s: float = 0.0
+    size: Count
+    bytes_per_s: Positive
+    links: Count = 1
+    latency_s: NonNegative = 0.0
 
     def __post_init__(self) -> None:
         if self.name not in LEVEL_NAMES:
             raise ValueError(f"Links.name is {shown(self.name)}; expected one of {', '.join(LEVEL_NAMES)}")
-        for name, value in (("size", self.size), ("links", self.links)):
-            if value < 1:
-                raise ValueError(f"Links({self.name!r}).{name} is {value}; expected at least 1")
-        if not 0 < self.bytes_per_s < math.inf:
-            raise ValueError(f"Links({self.name!r}).bytes_per_s is {self.bytes_per_s}; expected a finite rate above 0")
-        if not 0 <= self.latency_s < math.inf:
-            raise ValueError(f"Links({self.name!r}).latency_s is {self.latency_s}; expected at least 0")
 
 
 @dataclass(frozen=True)
@@ -318,17 +303,17 @@ class Cluster:
 
     levels: tuple[Links, ...]
     gemm: Gemm = field(default_factory=AnalyticGemm)
-    flops_per_s: float = 400e12
-    copy_bytes_per_s: float | None = None
-    planner_s: float | None = 0.0
-    host_wait_s: float = 20e-6
+    flops_per_s: Positive = 400e12
+    copy_bytes_per_s: Positive | None = None
+    planner_s: NonNegative | None = 0.0
+    host_wait_s: NonNegative = 20e-6
     domain_level: str | None = None
-    memory_bytes: float | None = None
-    hbm_bytes_per_s: float | None = None
-    round_s: float = 0.0
+    memory_bytes: Positive | None = None
+    hbm_bytes_per_s: Positive | None = None
+    round_s: NonNegative = 0.0
     joins_weights: bool = False
     communication: Communication = field(default_factory=Communication)
-    backward_factor: float = 3.0
+    backward_factor: Annotated[float, Least(1.0)] = 3.0
     jitter: float = 0.0
     jitter_seed: int = 0
 
@@ -338,16 +323,6 @@ class Cluster:
             raise ValueError(f"Cluster.levels are {names}; expected some of {LEVEL_NAMES}, in this order")
         if self.domain_level is not None and self.domain_level not in names:
             raise ValueError(f"Cluster.domain_level is {shown(self.domain_level)}; expected one of {names}")
-        for name in ("flops_per_s", "copy_bytes_per_s", "memory_bytes", "hbm_bytes_per_s"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"Cluster.{name} is {value}; expected a finite number above 0")
-        for name in ("planner_s", "host_wait_s", "round_s"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise ValueError(f"Cluster.{name} is {value}; expected at least 0")
-        if not 1 <= self.backward_factor < math.inf:
-            raise ValueError(f"Cluster.backward_factor is {self.backward_factor}; expected at least 1")
         if not 0 <= self.jitter <= MOST_JITTER:
             raise ValueError(f"Cluster.jitter is {self.jitter}; expected 0 to {MOST_JITTER}")
         check_integer("Cluster.jitter_seed", self.jitter_seed, 0)

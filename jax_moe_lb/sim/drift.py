@@ -9,7 +9,7 @@ import numpy as np
 import scipy  # loads scipy.optimize, which takes a second, at its first use
 from jaxtyping import Float, Int, Num
 
-from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.core.checks import NonNegative, Positive, checked_fields
 
 LEAST_STEADY = 0.01
 """Minimum steady share of the variance, so that a load shape remains."""
@@ -56,9 +56,9 @@ class Drift:
 
     steady: float = 1.0
     drifting: float = 0.0
-    steps: float = 1.0
-    rank_std: float = 0.0
-    spread: float | None = None
+    steps: Positive = 1.0
+    rank_std: NonNegative = 0.0
+    spread: NonNegative | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.steady <= 1:
@@ -66,11 +66,6 @@ class Drift:
         # Allow for shares rounded upwards.
         if not 0 <= self.drifting <= 1 - self.steady + 1e-6:
             raise ValueError(f"drifting is {self.drifting}; expected 0 to {1 - self.steady:g}, the rest beside steady")
-        if not 0 < self.steps < math.inf:
-            raise ValueError(f"steps is {self.steps}; expected a finite number above 0")
-        for name, value in (("rank_std", self.rank_std), ("spread", self.spread)):
-            if value is not None and not 0 <= value < math.inf:
-                raise ValueError(f"{name} is {value}; expected a finite number, at least 0")
 
     @property
     def fresh(self) -> float:

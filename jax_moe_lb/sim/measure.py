@@ -19,12 +19,13 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jax_moe_lb.balancers.greedy import Greedy
-from jax_moe_lb.collectives.ragged_all_to_all import ragged_all_to_all
+from jax_moe_lb.collectives.ragged_all_to_all import Group, Slices, ragged_all_to_all
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.plan import Plan, plain_plan
 from jax_moe_lb.core.topology import LEVEL_NAMES, Topology
 from jax_moe_lb.core.virtual_devices import use_virtual_cpu_devices
 from jax_moe_lb.kernels.grouped_ffn import grouped_ffn, grouped_ffn_gradients
+from jax_moe_lb.kernels.operands import BackwardRows, RowGroups
 from jax_moe_lb.sim.machine_profile import Measured, MeasuredExchange
 from jax_moe_lb.transport.replicate import PeerCopy
 
@@ -177,7 +178,8 @@ def _ffn_gradients_s(mesh: Mesh, rows: int) -> float:
 
     def one_rank(x: jax.Array, up: jax.Array, down: jax.Array, gate: jax.Array) -> tuple[jax.Array, Experts]:
         sizes = jax.lax.pcast(jnp.full(GROUPS, rows, jnp.int32), mesh.axis_names, to="varying")
-        found = grouped_ffn_gradients(x, jnp.ones_like(x[:, :1]), Experts(up, down, gate), sizes, x, jnp.float32)
+        batch = BackwardRows(x, jnp.ones_like(x[:, :1]), x)
+        found = grouped_ffn_gradients(batch, Experts(up, down, gate), RowGroups(sizes), jnp.float32)
         assert isinstance(found[2], Experts)
         return found[0], found[2]
 
@@ -214,7 +216,7 @@ def _exchange_s(mesh: Mesh, level: str, rows: int, times: int) -> float:
         lands = jax.lax.axis_index(level).astype(jnp.int32) * each + jnp.zeros_like(starts)
 
         def exchange(_: jax.Array | int, x: jax.Array) -> jax.Array:
-            return ragged_all_to_all(x, jnp.zeros_like(x), starts, sizes, lands, sizes, axis_name=(level,))
+            return ragged_all_to_all(x, jnp.zeros_like(x), Slices(starts, sizes, lands, sizes), Group((level,)))
 
         return exchange(0, x) if times == 1 else jax.lax.fori_loop(0, times, exchange, x)
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_moe_lb.balancers.base import LayerCost
-from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.core.checks import Count, Natural, NonNegative, checked_fields
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.transport.compression import Codec
@@ -64,34 +64,25 @@ class ModelShape:
         (14336, 88080384)
     """
 
-    layers: int
-    hidden: int
-    inner: int
-    experts: int
-    per_token: int
-    tokens: int
-    itemsize: int = 2
-    gradient_itemsize: int = 4
+    layers: Count
+    hidden: Count
+    inner: Count
+    experts: Count
+    per_token: Count
+    tokens: Count
+    itemsize: Count = 2
+    gradient_itemsize: Count = 4
     gated: bool = True
-    pre_expert_s: float | None = None
+    pre_expert_s: NonNegative | None = None
     sequence: int = 4096
-    other_s: float = 0.0
-    shared_inner: int = 0
+    other_s: NonNegative = 0.0
+    shared_inner: Natural = 0
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "inner", "experts", "per_token", "tokens", "itemsize", "gradient_itemsize"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
-        if self.shared_inner < 0:
-            raise ValueError(f"shared_inner is {self.shared_inner}; expected at least 0")
         if self.itemsize not in DTYPES:
             raise ValueError(f"itemsize is {self.itemsize}; expected one of {', '.join(map(str, DTYPES))}")
         if self.per_token > self.experts:
             raise ValueError(f"per_token is {self.per_token}; expected at most the {self.experts} experts")
-        for name in ("pre_expert_s", "other_s"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise ValueError(f"{name} is {value}; expected a finite number of seconds, at least 0")
 
     @property
     def matrices(self) -> int:
@@ -206,17 +197,13 @@ class Peers:
         0.0004
     """
 
-    size: int = 1
+    size: Count = 1
     bytes_per_s: float | None = None
-    latency_s: float = 0.0
+    latency_s: NonNegative = 0.0
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"size is {self.size}; expected at least 1")
         if (self.size > 1 or self.bytes_per_s is not None) and not 0 < (self.bytes_per_s or 0.0) < math.inf:
             raise ValueError(f"bytes_per_s is {self.bytes_per_s}; expected a finite rate above 0 of {self.size} ranks")
-        if not 0 <= self.latency_s < math.inf:
-            raise ValueError(f"latency_s is {self.latency_s}; expected a finite number of seconds, at least 0")
 
     def sent_in_sum(self, num_bytes: float) -> float:
         """Count the bytes that one rank sends in a ring all-reduce of `num_bytes` bytes."""
@@ -263,13 +250,10 @@ class Parallel:
     tensor: Peers = field(default_factory=Peers)
     data: Peers = field(default_factory=Peers)
     pipeline: Peers = field(default_factory=Peers)
-    microbatches: int = 1
-    interleave: int = 1
+    microbatches: Count = 1
+    interleave: Count = 1
 
     def __post_init__(self) -> None:
-        for name in ("microbatches", "interleave"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
         if self.interleave > 1 and self.pipeline.size == 1:
             raise ValueError(f"interleave is {self.interleave}; expected 1, as one pipeline stage has all layers")
 
@@ -352,9 +336,5 @@ class Step:
     backward: bool = True
     recompute: bool = True
     exchange_counts: bool = True
-    optimizer_bytes: float | None = None
+    optimizer_bytes: NonNegative | None = None
     parallel: Parallel = field(default_factory=Parallel)
-
-    def __post_init__(self) -> None:
-        if self.optimizer_bytes is not None and not 0 <= self.optimizer_bytes < math.inf:
-            raise ValueError(f"optimizer_bytes is {self.optimizer_bytes}; expected a finite number, at least 0")

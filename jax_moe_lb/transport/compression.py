@@ -10,6 +10,7 @@ So the base can also be the last decoded weights, with error feedback as in EF21
 import math
 from dataclasses import dataclass
 from enum import Enum
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, Shaped, UInt32
 
 from jax_moe_lb.collectives.permutes import near_neighbours
-from jax_moe_lb.core.checks import checked_dtype, checked_fields
+from jax_moe_lb.core.checks import Least, checked_dtype, checked_fields
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.types import DType, pytree, wide_dtype
@@ -127,15 +128,9 @@ class Codec:
           [ 0.  0.]]]
     """
 
-    ratio: float = 1.0
+    ratio: Annotated[float, Least(1.0)] = 1.0
     base: CodecBase = CodecBase.REMEMBERED
-    gradient_ratio: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("ratio", "gradient_ratio"):
-            value = getattr(self, name)
-            if value is not None and not 1 <= value < math.inf:
-                raise ValueError(f"Codec.{name} is {value}; expected a finite number, at least 1")
+    gradient_ratio: Annotated[float, Least(1.0)] | None = None
 
     @property
     def compresses(self) -> bool:

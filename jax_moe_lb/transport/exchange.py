@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jax_moe_lb.collectives.ragged_all_to_all import as_rows, as_words, concatenated, starts
-from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.core.checks import Count, Positive, checked_fields
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.split import arrivals
 from jax_moe_lb.core.topology import Topology
@@ -83,17 +83,9 @@ class Buffers:
         34432
     """
 
-    headroom: float = 1.05
-    max_rounds: int | None = None
-    chunks: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0 < self.headroom < math.inf:
-            raise ValueError(f"headroom is {self.headroom}; expected a finite number above 0")
-        if self.max_rounds is not None and self.max_rounds < 1:
-            raise ValueError(f"max_rounds is {self.max_rounds}; expected at least 1, or None for as many as are needed")
-        if self.chunks < 1:
-            raise ValueError(f"chunks is {self.chunks}; expected at least 1")
+    headroom: Positive = 1.05
+    max_rounds: Count | None = None
+    chunks: Count = 1
 
     def rows(self, num_copies: int) -> int:
         """Return `A`, the rows of a rank in one round.

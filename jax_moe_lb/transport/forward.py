@@ -15,12 +15,14 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jax_moe_lb.collectives.permutes import agreed
+from jax_moe_lb.collectives.ragged_all_to_all import Group
+from jax_moe_lb.core.checks import Count
 from jax_moe_lb.core.plan import Plan, load
 from jax_moe_lb.core.split import nearest_first
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Axes, Counts, iota
 from jax_moe_lb.transport.cost import RowArrays, TransportCost
-from jax_moe_lb.transport.lists import Group, Lists, rows_with_padding
+from jax_moe_lb.transport.lists import Lists, rows_with_padding
 from jax_moe_lb.transport.once import ListDispatch, check_rails, lists_of
 from jax_moe_lb.transport.once_rounds import ListReceipt, chunks_between
 from jax_moe_lb.transport.wave_rows import EvenRouting, RowsBetween, WaveRows, spread_evenly
@@ -56,14 +58,9 @@ class Forward(ListDispatch):
         True
     """
 
-    max_nodes: int | None = None
+    max_nodes: Count | None = None
 
     takes_chunks: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.max_nodes is not None and self.max_nodes < 1:
-            raise ValueError(f"max_nodes is {self.max_nodes}; expected at least 1, or None")
 
     def limited_to(self, max_nodes: int) -> "Forward":
         """Return the dispatch with `max_nodes`, unless it has a limit; see `Dispatch.limited_to`."""
@@ -112,7 +109,7 @@ class Forward(ListDispatch):
     def groups(self, domain: int, topology: Topology) -> tuple[Group, Group]:
         """Return the ranks of a node, and the ranks of equal offset in all nodes; see `ListDispatch`."""
         outer, inner = axes_of_nodes(topology, domain)
-        return Group.of(inner, topology), Group.of(outer, topology)
+        return Group.of(topology, inner), Group.of(topology, outer)
 
     def cost(self) -> TransportCost:
         """Return a hop between nodes and one inside, of rows that are tokens instead of copies."""
@@ -121,7 +118,7 @@ class Forward(ListDispatch):
 
 @dataclass(frozen=True)
 class _ForwardCost(TransportCost):
-    max_nodes: int | None = None
+    max_nodes: Count | None = None
 
     once_per_member = True
     by_level = True

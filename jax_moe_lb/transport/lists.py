@@ -6,23 +6,23 @@ so no rank receives more than a receive buffer of copies. All ranks learn the si
 """
 
 import itertools
-import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jax_moe_lb.collectives.ragged_all_to_all import (
+    Group,
+    Slices,
     concatenated,
     empty_buffer,
     empty_buffer_after,
     ragged_all_to_all,
     starts,
 )
-from jax_moe_lb.core.topology import INT32_MAX, Topology
-from jax_moe_lb.core.types import Axes, iota, pytree
+from jax_moe_lb.core.topology import INT32_MAX
+from jax_moe_lb.core.types import iota, pytree
 from jax_moe_lb.kernels.slot_places import RowOwners, sum_rows
 from jax_moe_lb.transport.exchange import TILE_ROWS, Buffers, rows_at
 
@@ -39,57 +39,42 @@ class Hop:
 
     # Use it if the table of blocks follows from the plan: ranks then need not exchange sizes.
 
-    axes: tuple[str, ...]  # names of the mesh axes of the group
+    group: Group  # ranks of the exchange
     size: GroupMatrix  # rows from each sender to each receiver
     first: GroupMatrix  # first row of each block in the sender's array
     lands: GroupMatrix  # first row of each block in the receiver's array
-    in_one_process: bool  # as in `ragged_all_to_all`
 
     def there(self, rows: Shaped[Array, "P H"], into: Shaped[Array, "Q H"], site: str) -> Shaped[Array, "Q H"]:
         """Send rows to the receivers."""
-        me = jax.lax.axis_index(self.axes)
+        me = self.group.me
         return ragged_all_to_all(
             rows,
             into,
-            input_offsets=self.first[me],
-            send_sizes=self.size[me],
-            output_offsets=self.lands[me],
-            recv_sizes=self.size[:, me],
-            axis_name=self.axes,
-            in_one_process=self.in_one_process,
+            Slices(
+                first=self.first[me],
+                sent=self.size[me],
+                lands=self.lands[me],
+                arriving=self.size[:, me],
+            ),
+            self.group,
             site=site,
         )
 
     def back(self, rows: Shaped[Array, "Q H"], into: Shaped[Array, "P H"], site: str) -> Shaped[Array, "P H"]:
         """Return rows to the senders; the transpose of `there`."""
-        me = jax.lax.axis_index(self.axes)
+        me = self.group.me
         return ragged_all_to_all(
             rows,
             into,
-            input_offsets=self.lands[:, me],
-            send_sizes=self.size[:, me],
-            output_offsets=self.first[:, me],
-            recv_sizes=self.size[me],
-            axis_name=self.axes,
-            in_one_process=self.in_one_process,
+            Slices(
+                first=self.lands[:, me],
+                sent=self.size[:, me],
+                lands=self.first[:, me],
+                arriving=self.size[me],
+            ),
+            self.group,
             site=site,
         )
-
-
-class Group(NamedTuple):
-    """Ranks that exchange lists."""
-
-    axes: Axes  # names of their mesh axes, outermost first
-    in_one_process: bool  # whether they are devices of one process; see `ragged_all_to_all`
-
-    @classmethod
-    def of(cls, axes: Axes, topology: Topology) -> "Group":
-        """Return the group of some expert axes."""
-        sizes = [level.size for level in topology.levels][-len(topology.expert_axes) :]
-        first = topology.expert_axes.index(axes[0])
-        # Consecutive ranks that differ along these axes.
-        span, per_process = math.prod(sizes[first:]), topology.ranks_per_process
-        return cls(axes, per_process is not None and per_process % span == 0)
 
 
 @pytree
@@ -229,7 +214,7 @@ class Step:
         table = self.table
         first = table.cumsum(1, dtype=jnp.int32) - table
         lands = table.cumsum(0, dtype=jnp.int32) - table if self.lands is None else self.lands
-        return Hop(self.group.axes, table, first, lands, self.group.in_one_process)
+        return Hop(self.group, table, first, lands)
 
     def send(self, entries: Float[Array, "N W"], into: Float[Array, "A W"], site: str) -> Float[Array, "A W"]:
         """Send each entry once to the ranks of the rows in this step."""

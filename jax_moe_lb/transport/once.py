@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jax_moe_lb.collectives.permutes import agreed
+from jax_moe_lb.collectives.ragged_all_to_all import Group
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.plan import Plan, load
 from jax_moe_lb.core.split import Split, nearest_first
@@ -23,7 +24,7 @@ from jax_moe_lb.core.types import Counts, Placement, Tokens, iota
 from jax_moe_lb.transport.cost import RowArrays, TransportCost
 from jax_moe_lb.transport.dispatch import Dispatch
 from jax_moe_lb.transport.exchange import RoutingWeights
-from jax_moe_lb.transport.lists import Group, Lists, PerChoice, rows_with_padding
+from jax_moe_lb.transport.lists import Lists, PerChoice, rows_with_padding
 from jax_moe_lb.transport.once_rounds import ListReceipt, Route, serve_lists
 from jax_moe_lb.transport.replicate import Replicate
 from jax_moe_lb.transport.serving_ranks import in_order, preferring
@@ -100,7 +101,7 @@ class Once(ListDispatch):
 
     def groups(self, domain: int, topology: Topology) -> tuple[Group, Group | None]:
         """Return all ranks as one group, and no first hop; see `ListDispatch`."""
-        return Group.of(topology.expert_axes, topology), None
+        return Group.of(topology, topology.expert_axes), None
 
     def cost(self) -> TransportCost:
         """Return one hop of rows that are tokens instead of copies."""

@@ -14,17 +14,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from jax_moe_lb.collectives.ragged_all_to_all import empty_buffer
+from jax_moe_lb.collectives.ragged_all_to_all import Group, empty_buffer
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.manual_axes import first_order
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.schedule import in_order, in_order_on_tpu
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Rows, Tokens, pytree
+from jax_moe_lb.kernels.operands import BackwardRows
 from jax_moe_lb.kernels.slot_places import SlotPlaces, slot_places, sum_rows, take_rows
 from jax_moe_lb.transport.compression import packed, unpacked
 from jax_moe_lb.transport.exchange import Buffers, DispatchOptions, RoundsReceipt, RoutingWeights, Saved, rows_at
-from jax_moe_lb.transport.lists import Group, Lists, Step, rows_with_padding
+from jax_moe_lb.transport.lists import Lists, Step, rows_with_padding
 from jax_moe_lb.transport.one_round import Kept, SumsT
 from jax_moe_lb.transport.replicate import Replicate
 from jax_moe_lb.transport.rounds import InputGradients, backward_pass, named, overflow_rounds
@@ -270,8 +271,8 @@ def _gradients(
         one = _Round.of(i, entry_weights, plan.slots, route.room(weights), receipt.lists, route, len(upstreams))
         rows, row_upstream = _received(one, now, kept, lambda words: unpacked(transfer, words, tokens))
         before = None if sums is None else sums[2]
-        args = rows, one.copy_weights(), one.places.group_sizes, row_upstream, before, kept.products
-        of_rows, of_weights, of_slots = slots.pull_back(*args, exchange=route.options)
+        batch = BackwardRows(rows, one.copy_weights(), row_upstream, kept.products)
+        of_rows, of_weights, of_slots = slots.pull_back(batch, one.places.group_sizes, before, route.options)
         # Gradients of routing weights travel beside the products for gradients of rows. These travel beside the
         # products for gradients of experts.
         of_choices, of_rows = in_order(one.weights_back(of_weights), of_rows)

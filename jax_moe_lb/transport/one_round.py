@@ -22,6 +22,7 @@ from jax_moe_lb.core.schedule import in_order, in_order_on_cuda
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import GroupSizes, Rows, Tokens
 from jax_moe_lb.kernels.grouped_ffn import Products
+from jax_moe_lb.kernels.operands import BackwardRows
 from jax_moe_lb.transport.compression import packed, unpacked
 from jax_moe_lb.transport.exchange import (
     Copies,
@@ -47,11 +48,11 @@ OfCopies = tuple[Copies, CopyWeights]
 RowWeights = Float[Array, "A 1"]
 """Factor of the output of each row."""
 
-PullBack = Callable[[Rows, RowWeights, GroupSizes, Rows, Any, Products | None], tuple[Rows, RowWeights, Any]]
+PullBack = Callable[[BackwardRows, GroupSizes, Any], tuple[Rows, RowWeights, Any]]
 """Backward function of the rows of one round.
 
-It takes rows, row weights, group sizes, gradients of the outputs, gradient sums of the experts (`None` at first), and
-saved products. It returns gradients of the rows and of the weights, and the new sums."""
+It takes the rows, group sizes, and gradient sums of the experts (`None` at first). It returns gradients of the rows and
+of the weights, and the new sums."""
 
 
 class Batch(NamedTuple):
@@ -136,8 +137,8 @@ def gradient_round(
         row_weights, group_sizes = one.send(weights_in_order(batch.weights, one.receipt), 0)
         words, row_weights, row_upstream = _received(one, batch, row_weights, saved, before)
     (of_copies, of_weights), sums = carry
-    args = one.decoded(words), row_weights, group_sizes, row_upstream, sums, saved.products
-    of_rows, of_row_weights, sums = pull_back(*args)
+    rows = BackwardRows(one.decoded(words), row_weights, row_upstream, saved.products)
+    of_rows, of_row_weights, sums = pull_back(rows, group_sizes, sums)
     with jax.named_scope("combine"):
         of_weights, of_rows = in_order(one.send_back(of_row_weights, 0, of_weights), of_rows)
         of_copies = one.send_back(of_rows, 0, of_copies)

@@ -23,6 +23,7 @@ from jax_moe_lb.collectives.expert_gather import (
 )
 from jax_moe_lb.collectives.local_processes import can_copy, can_copy_inside, warn_of_shared_processes
 from jax_moe_lb.collectives.peer_copy import Pending, Route, add_copies_at_home, join, start
+from jax_moe_lb.collectives.ragged_all_to_all import Group
 from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.plan import Plan
@@ -226,10 +227,10 @@ class Gather(Replicate):
         """Add the gradients of all replicas at home; the order of additions depends on the plan only."""
         wanted = plan.placement[:, plan.num_home :]
         leaves, tree = jax.tree.flatten(sums)
-        kinds, axes = tuple(jax.tree.leaves(gradients)), topology.expert_axes
+        kinds, group = tuple(jax.tree.leaves(gradients)), Group.of(topology)
         in_place = sends_in_place(kinds, topology)
-        args = tuple(leaves), kinds, wanted, plan.num_home, plan.domain, axes, topology.in_one_process, in_place
-        return jax.tree.unflatten(tree, add_at_home(*args))
+        found = add_at_home(tuple(leaves), kinds, wanted, plan.num_home, plan.domain, group, in_place)
+        return jax.tree.unflatten(tree, found)
 
 
 @dataclass(frozen=True)

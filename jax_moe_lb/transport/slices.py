@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jax_moe_lb.collectives.ragged_all_to_all import empty_buffer, ragged_all_to_all, starts
+from jax_moe_lb.collectives.ragged_all_to_all import Group, Slices, empty_buffer, ragged_all_to_all, starts
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import GroupSizes, Rows, pytree
 from jax_moe_lb.transport.exchange import Copies, by_slot, landings
@@ -49,13 +49,14 @@ class SlotSlices:
         rows = ragged_all_to_all(
             copies,
             empty_buffer(copies, capacity),
-            input_offsets=(self.first_sent + going.start).reshape(-1),
-            send_sizes=going.size.reshape(-1),
-            output_offsets=(self.first_landed + going.start - first).reshape(-1),
-            recv_sizes=coming.size.reshape(-1),
-            axis_name=topology.expert_axes,
+            Slices(
+                first=(self.first_sent + going.start).reshape(-1),
+                sent=going.size.reshape(-1),
+                lands=(self.first_landed + going.start - first).reshape(-1),
+                arriving=coming.size.reshape(-1),
+            ),
+            Group.of(topology),
             disjoint=True,
-            in_one_process=topology.in_one_process,
             site="dispatch",
         )
         return rows, coming.size.sum(0, dtype=jnp.int32)
@@ -69,14 +70,15 @@ class SlotSlices:
         return ragged_all_to_all(
             rows,
             out,
-            input_offsets=(self.first_in_stream + coming.start - first).reshape(-1),
-            send_sizes=coming.size.reshape(-1),
-            # Copies of earlier rounds precede those of this round in the sending order of their source.
-            output_offsets=(self.first_at_source + coming.start).reshape(-1),
-            recv_sizes=going.size.reshape(-1),
-            axis_name=topology.expert_axes,
+            Slices(
+                first=(self.first_in_stream + coming.start - first).reshape(-1),
+                sent=coming.size.reshape(-1),
+                # Copies of earlier rounds precede those of this round in the sending order of their source.
+                lands=(self.first_at_source + coming.start).reshape(-1),
+                arriving=going.size.reshape(-1),
+            ),
+            Group.of(topology),
             disjoint=True,
-            in_one_process=topology.in_one_process,
             site="combine",
         )
 
@@ -111,13 +113,14 @@ class RankSlices:
         rows = ragged_all_to_all(
             copies,
             empty_buffer(copies, capacity),
-            input_offsets=self.first_sent + going.start,
-            send_sizes=going.size,
-            output_offsets=self.first_landed + going.start - first,
-            recv_sizes=coming.sum(1, dtype=jnp.int32),
-            axis_name=topology.expert_axes,
+            Slices(
+                first=self.first_sent + going.start,
+                sent=going.size,
+                lands=self.first_landed + going.start - first,
+                arriving=coming.sum(1, dtype=jnp.int32),
+            ),
+            Group.of(topology),
             disjoint=True,
-            in_one_process=topology.in_one_process,
             site="dispatch",
         )
         return rows[by_slot(coming, capacity)], coming.sum(0, dtype=jnp.int32)
@@ -134,13 +137,14 @@ class RankSlices:
             # Transposed, `by_slot` sorts rows by source, then by slot.
             rows[by_slot(coming.T, capacity)],
             out,
-            input_offsets=starts(part.size),
-            send_sizes=part.size,
-            output_offsets=self.first_at_source + part.start,
-            recv_sizes=going.size,
-            axis_name=topology.expert_axes,
+            Slices(
+                first=starts(part.size),
+                sent=part.size,
+                lands=self.first_at_source + part.start,
+                arriving=going.size,
+            ),
+            Group.of(topology),
             disjoint=True,
-            in_one_process=topology.in_one_process,
             site="combine",
         )
 

@@ -23,6 +23,7 @@ from jax_moe_lb.kernels.grouped_ffn import (
     grouped_ffn_with_products,
     takes_parts,
 )
+from jax_moe_lb.kernels.operands import BackwardRows, RowGroups
 from jax_moe_lb.transport.exchange import DispatchOptions
 from jax_moe_lb.transport.one_round import RowWeights, SumsT
 from jax_moe_lb.transport.replicate import Replicate, joined
@@ -84,25 +85,54 @@ class Slots(NamedTuple):
     @jax.named_scope("experts")
     def pull_back(
         self,
-        rows: Rows,
-        row_weights: RowWeights,
+        batch: BackwardRows,
         group_sizes: GroupSizes,
-        upstream: Rows,
         sums: Experts | ExpertParts | None,
-        products: Products | None = None,
-        *,
         exchange: DispatchOptions,
     ) -> tuple[Rows, RowWeights, Experts | ExpertParts]:
         """Compute the gradients of the rows of a round, of the weights, and of the experts of all slots."""
-        at, dtype = self.weights(group_sizes), dtype_of_sums(self.home, exchange, is_first=sums is None)
-        fused = fuse_gate_up(at, rows, are_joined=self.are_joined, has_products=products is not None)
+        dtype = dtype_of_sums(self.home, exchange, is_first=sums is None)
+        fused = self.fuse_gate_up(batch.rows, has_products=batch.products is not None)
         # Kernels of accelerators do not add to sums.
         before = None if _is_accelerator() else sums
-        args = rows, row_weights, at, self.again, group_sizes, upstream, dtype, before, products, self.is_read
-        of_rows, of_weights, of_slots = gradients_of_round(*args, fused=fused)
+        of_rows, of_weights, of_slots = self.gradients(batch, group_sizes, dtype, before, fused=fused)
         if sums is not None and before is None:
             of_slots = added(sums, of_slots)
         return of_rows, of_weights, of_slots
+
+    def fuse_gate_up(self, rows: Rows, *, has_products: bool = False) -> bool:
+        """Return whether a backward round fuses the gate into `up`: on accelerators, if it reduces memory traffic."""
+        # The forward pass does not, because both forms at once would raise peak memory.
+        if self.home.gate is None or self.home.has_adapters or not _is_accelerator():
+            return False
+        parts = (self.home,) if self.replicas is None else (self.home, self.replicas)
+        copied = jax.tree.leaves([(part.up, part.gate) for part in parts])
+        copied_bytes = 0 if self.are_joined else 2 * sum(leaf.nbytes for leaf in copied)
+        # Unfused, the rows are read once more for the forward products and once more for the weight gradients. Both
+        # terms of the row gradient are written and read, and their sum is written. Saved products need no forward
+        # products.
+        return copied_bytes <= (4 if has_products else 5) * rows.nbytes
+
+    def gradients(
+        self,
+        batch: BackwardRows,
+        group_sizes: GroupSizes,
+        sums_dtype: DType,
+        sums: Experts | ExpertParts | None = None,
+        *,
+        fused: bool,
+    ) -> tuple[Rows, RowWeights, Experts | ExpertParts]:
+        """Compute `grouped_ffn_gradients` with these weights, with the gate in `up` if `fused`."""
+        # On GPUs the last products use rematerialized weights. On TPUs this would increase memory traffic.
+
+        def in_form(experts: Experts | ExpertParts) -> Experts | ExpertParts:
+            return jax.tree.map(Experts.fused, experts, is_leaf=_are_experts) if fused else experts
+
+        def of_last_products(after: Array) -> Experts | ExpertParts:
+            return in_form(self.again(after))
+
+        at, last = in_form(self.weights(group_sizes)), of_last_products if _platform() == "gpu" else None
+        return grouped_ffn_gradients(batch, at, RowGroups(group_sizes, self.is_read), sums_dtype, sums, last)
 
     def gradients_at_home(
         self, of_slots: Experts | ExpertParts, plan: Plan, replicate: Replicate, topology: Topology
@@ -139,47 +169,6 @@ def apart_by_home(of_slots: Experts | ExpertParts, num_home: int) -> tuple[Exper
     if isinstance(of_slots, tuple):
         return of_slots[0], of_slots[1]
     return of_slots, jax.tree.map(lambda g: g[num_home:], of_slots)
-
-
-def fuse_gate_up(experts: Experts | ExpertParts, rows: Rows, *, are_joined: bool, has_products: bool = False) -> bool:
-    """Return whether a backward round fuses the gate into `up`: on accelerators, if it reduces memory traffic."""
-    # The forward pass does not, because both forms at once would raise peak memory.
-    parts = experts if isinstance(experts, tuple) else (experts,)
-    if parts[0].gate is None or parts[0].has_adapters or not _is_accelerator():
-        return False
-    copied = jax.tree.leaves([(part.up, part.gate) for part in parts])
-    copied_bytes = 0 if are_joined else 2 * sum(leaf.nbytes for leaf in copied)
-    # Unfused, the rows are read once more for the forward products and once more for the weight gradients. Both terms
-    # of the row gradient are written and read, and their sum is written. Saved products need no forward products.
-    return copied_bytes <= (4 if has_products else 5) * rows.nbytes
-
-
-def gradients_of_round(
-    rows: Rows,
-    row_weights: RowWeights,
-    experts: Experts | ExpertParts,
-    again: Callable[[Array], Experts | ExpertParts],
-    group_sizes: GroupSizes,
-    upstream: Rows,
-    sums_dtype: DType,
-    sums: Experts | ExpertParts | None = None,
-    products: Products | None = None,
-    is_read: Bool[Array, "S"] | None = None,
-    *,
-    fused: bool,
-) -> tuple[Rows, RowWeights, Experts | ExpertParts]:
-    """Compute `grouped_ffn_gradients`, with the gate in `up` if `fused`."""
-    # On GPUs the last products use rematerialized weights. On TPUs this would increase memory traffic.
-
-    def in_form(experts: Experts | ExpertParts) -> Experts | ExpertParts:
-        return jax.tree.map(Experts.fused, experts, is_leaf=_are_experts) if fused else experts
-
-    def of_last_products(after: Array) -> Experts | ExpertParts:
-        return in_form(again(after))
-
-    at, last = in_form(experts), of_last_products if _platform() == "gpu" else None
-    args = rows, row_weights, at, group_sizes, upstream, sums_dtype, sums, last, products, is_read
-    return grouped_ffn_gradients(*args)
 
 
 def _are_experts(node: object) -> bool:

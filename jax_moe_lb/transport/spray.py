@@ -33,7 +33,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jax_moe_lb.collectives.permutes import agreed
-from jax_moe_lb.collectives.ragged_all_to_all import concatenated, empty_buffer, starts
+from jax_moe_lb.collectives.ragged_all_to_all import Group, concatenated, empty_buffer, starts
 from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.plan import Plan, load
@@ -223,8 +223,8 @@ def find_route(
     stays = inside(leaving, 1)
     # `size`, `first` and `lands` of all hops are tables of the whole group: `ragged_all_to_all` takes sizes to send and
     # to receive, and each rank computes both from the plan.
-    local = topology.nodes_in_one_process
-    near = Hop(inner, size=stays, first=inside(place, 1), lands=_starts(stays, 0), in_one_process=local)
+    node_group = Group(inner, topology.nodes_in_one_process)
+    near = Hop(node_group, size=stays, first=inside(place, 1), lands=_starts(stays, 0))
     # Remove the rows inside the node from both tables: the `near` hop sends them directly.
     far = iota(topology.num_ranks) // members != node
     leaving, entering = jnp.where(far[None, :, None], leaving, 0), jnp.where(far[:, None, None], entering, 0)
@@ -242,21 +242,16 @@ def find_route(
     return RailRoute(
         near,
         InterNodeRoute(
-            to_rail=Hop(inner, size=out, first=_starts(out, 1), lands=_starts(out, 0), in_one_process=local),
+            to_rail=Hop(node_group, size=out, first=_starts(out, 1), lands=_starts(out, 0)),
             along_rail=Hop(
-                outer,
-                size=rail,
-                first=_starts(rail, 1),
-                lands=_starts(rail, 0),
-                in_one_process=topology.in_one_process,
+                Group(outer, topology.in_one_process), size=rail, first=_starts(rail, 1), lands=_starts(rail, 0)
             ),
             from_rail=Hop(
-                inner,
+                node_group,
                 size=into,
                 first=_starts(into, 1),
                 # After the rows from inside the node.
                 lands=_starts(into, 0) + stays.sum(0, keepdims=True, dtype=jnp.int32),
-                in_one_process=local,
             ),
             pack=concatenated(place[offset].T, leaving[offset].T, num_copies),
             num_packed=leaving[offset].sum(dtype=jnp.int32),

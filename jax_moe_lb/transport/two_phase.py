@@ -10,7 +10,6 @@ last ones of a rank's stream, the busiest at the end. The rows that stay are the
 place. Rows of other balancers may move from anywhere; the rows that stay are then copied together and back.
 """
 
-import math
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -35,8 +34,8 @@ from jax_moe_lb.collectives.peer_copy_rows import (
     start_onward,
 )
 from jax_moe_lb.collectives.plan_and_copy import plan_and_copy, post
-from jax_moe_lb.collectives.ragged_all_to_all import concatenated, empty_buffer
-from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.collectives.ragged_all_to_all import Group, concatenated, empty_buffer
+from jax_moe_lb.core.checks import Positive, checked_fields
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.manual_axes import first_order
 from jax_moe_lb.core.native_planner import NativePlanner
@@ -45,6 +44,7 @@ from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, GroupSizes, Quota, Rows, State, Tokens, iota, pytree
 from jax_moe_lb.core.validation import check_plan, fallback_to_plain
 from jax_moe_lb.kernels.grouped_ffn import ExpertParts, grouped_ffn
+from jax_moe_lb.kernels.operands import BackwardRows
 from jax_moe_lb.transport.cost import TransportCost
 from jax_moe_lb.transport.direct import Direct, DirectReceipt
 from jax_moe_lb.transport.dispatch import Routed, Served
@@ -67,8 +67,6 @@ from jax_moe_lb.transport.slot_weights import (
     apart_by_home,
     at_home,
     dtype_of_sums,
-    fuse_gate_up,
-    gradients_of_round,
     optimization_barrier,
     widened,
 )
@@ -118,12 +116,10 @@ class TwoPhase(Direct):
     takes_saved: ClassVar[bool] = False
 
     buffers: Buffers = field(default_factory=lambda: Buffers(headroom=2.0))
-    moved_headroom: float = 1.0
+    moved_headroom: Positive = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.moved_headroom < math.inf:
-            raise ValueError(f"moved_headroom is {self.moved_headroom}; expected a finite number above 0")
         if self.transfer is not None:
             raise ValueError(f"transfer is {self.transfer}; expected None, as peer copies do not quantize rows")
 
@@ -521,9 +517,9 @@ def _start_onward(
     if ways.route is not None:
         with jax.named_scope("rows_onward/dispatch"):
             return start_onward(parts, room, moved, window, before, route=ways.route)
-    axes, local = ways.topology.expert_axes, ways.topology.in_one_process
+    group = Group.of(ways.topology)
     with jax.named_scope("dispatch"):
-        return before, tuple(move(part, moved, window, empty_buffer(part, room), axes, local) for part in parts)
+        return before, tuple(move(part, moved, window, empty_buffer(part, room), group) for part in parts)
 
 
 def _start_back(
@@ -534,10 +530,10 @@ def _start_back(
     if ways.route is not None:
         with jax.named_scope("rows_back/combine"):
             return start_back(parts, into, phases.moved, window, before, route=ways.route)
-    axes, local = ways.topology.expert_axes, ways.topology.in_one_process
+    group = Group.of(ways.topology)
     with jax.named_scope("combine"):
         pairs = zip(parts, into, strict=True)
-        return before, tuple(move_back(part, phases.moved, window, out, axes, local) for part, out in pairs)
+        return before, tuple(move_back(part, phases.moved, window, out, group) for part, out in pairs)
 
 
 def _arrived(rows: PendingRows, after: PyTree) -> tuple[Any, ...]:
@@ -632,14 +628,12 @@ class _Backward(NamedTuple):
 
     def _gate_goes_in_up(self, rows: Rows) -> bool:
         # Both waves use the same form, because their gradients are added.
-        return fuse_gate_up(self.experts, rows, are_joined=False)
+        return Slots(self.experts, None).fuse_gate_up(rows)
 
     def _gradients(self, parts: tuple[Array, ...], slots: Slots, sizes: Array, fused: bool) -> tuple[Rows, Array, Any]:
-        rows, weights, upstream = parts
         dtype = dtype_of_sums(self.experts, self.ways.direct, is_first=self.is_first)
-        experts = slots.weights(sizes)
-        args = rows, weights, experts, slots.again, sizes, upstream, dtype, None, None, slots.is_read
-        return gradients_of_round(*args, fused=fused)
+        rows, weights, upstream = parts
+        return slots.gradients(BackwardRows(rows, weights, upstream), sizes, dtype, fused=fused)
 
 
 @jax.named_scope("backward")

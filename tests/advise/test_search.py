@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jax_moe_lb
+from jax_moe_lb.advise import choice as choice_module
 from jax_moe_lb.advise import search as space_module
 from jax_moe_lb.advise.choice import Choice, system_code, usage
 from jax_moe_lb.advise.evaluate import ALIKE, Evaluator, drawn_workloads
@@ -31,7 +32,7 @@ def everything(most_slots):
 @pytest.mark.thorough
 def test_the_winner_is_not_slower_than_any_of_all(monkeypatch):
     # Use fewer choices, as each is simulated with runtime type checks.
-    monkeypatch.setattr(space_module, "HEADROOMS", (None, 2.0))
+    monkeypatch.setattr(choice_module, "HEADROOMS", (None, 2.0))
     judge, (space, choices) = Evaluator(MODEL, CLUSTER, Step()), everything(1)
     loads = drawn_workloads(MODEL, 4, 1.8, 1, [LoadShape.LOGNORMAL], 1, 0)
     found = search(space, judge, loads, loads)
@@ -96,7 +97,7 @@ def test_a_choice_of_several_rounds_is_tried_with_more_room():
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_floors_are_below_what_is_simulated(monkeypatch):
-    monkeypatch.setattr(space_module, "HEADROOMS", (None,))
+    monkeypatch.setattr(choice_module, "HEADROOMS", (None,))
     judge, (_, choices) = Evaluator(MODEL, CLUSTER, Step()), everything(1)
     load = drawn_workloads(MODEL, 4, 1.8, 1, [LoadShape.ZIPF], 1, 0)[0]
     floors = [judge.floor_s(choice) / judge.glance(choice, load) for choice in choices]

@@ -207,10 +207,10 @@ def test_a_domain_is_as_fast_as_its_slowest_level():
 @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
 def test_bad_costs_are_named(value):
     for name in ("expert_bytes", "token_flops"):
-        with pytest.raises(ValueError, match=f"^{name} is {value}; expected a finite number above 0"):
+        with pytest.raises(ValueError, match=f"^Cost.{name} is {value}; expected a finite number above 0"):
             dataclasses.replace(FREE, **{name: value})
     if value != 0:
-        with pytest.raises(ValueError, match=f"^planner_s is {value}; expected a finite number, at least 0"):
+        with pytest.raises(ValueError, match=f"^Cost.planner_s is {value}; expected a finite number, at least 0"):
             dataclasses.replace(FREE, planner_s=value)
 
 
@@ -364,7 +364,7 @@ def test_a_system_with_relays_prices_them():
 
 
 def test_a_round_has_rows():
-    with pytest.raises(ValueError, match=r"^round_rows is 0; expected at least 1$"):
+    with pytest.raises(ValueError, match=r"^Cost.round_rows is 0; expected at least 1$"):
         dataclasses.replace(FREE, round_rows=0)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.gpu.step_cases import CASES
 from benchmarks.render.documents import RESULTS, ROOT, changed, documents, old_plots, rendered
-from benchmarks.render.marks import MARK, made_by, table_names
+from benchmarks.render.marks import MARK, made_by, table_names, tables_like
 from benchmarks.render.numbers import BLOCK
 from benchmarks.render.results import Table, read, save
 
@@ -29,7 +29,9 @@ def test_plots_are_of_these_results():
 def test_every_table_is_shown_or_linked_or_read_by_the_simulator():
     text = "".join(path.read_text() for path in documents())
     marks = [mark["given"] for mark in MARK.finditer(text) if mark["kind"] == "table"]
-    used = {table for given in marks for table in table_names(given.partition(" | ")[0])}
+    rows = [mark["given"] for mark in MARK.finditer(text) if mark["kind"] == "rows"]
+    used = {table for given in rows for table in tables_like(given, read(RESULTS))}
+    used |= {table for given in marks for table in table_names(given.partition(" | ")[0])}
     used |= {line for block in BLOCK.finditer(text) for line in block.group().splitlines() if " | " not in line}
     linked = [RESULTS / name for name in set(re.findall(r"benchmarks/results/(\w+\.json)\)", text))]
     used |= {f"{run}/{name}" for path in linked for run, record in read(path).items() for name in record.tables}
@@ -46,7 +48,7 @@ def test_few_bytes_of_the_documents_are_marks():
     marks = {path: re.findall(r"<!--.*?-->", path.read_text(), re.DOTALL) for path in documents()}
     assert sum(len(mark) for found in marks.values() for mark in found) < 10_000
     kinds = {mark.split()[1] for found in marks.values() for mark in found}
-    assert kinds == {"table:", "include:", "answers:", "numbers", "end"}
+    assert kinds == {"table:", "rows:", "include:", "answers:", "numbers", "end"}
 
 
 def test_results_list_the_answers_of_all_pages_of_results():

@@ -28,7 +28,7 @@ from jax_moe_lb.cli.doctor import (
 from jax_moe_lb.cli.planning import balancer_names
 from jax_moe_lb.collectives.peer_copy import Route, copy_expert_weights, join
 from jax_moe_lb.collectives.plan_and_copy import plan_and_copy, post
-from jax_moe_lb.collectives.ragged_all_to_all import ragged_all_to_all
+from jax_moe_lb.collectives.ragged_all_to_all import Group, Slices, ragged_all_to_all
 from jax_moe_lb.core import custom_calls
 from jax_moe_lb.kernels import backends as grouped_kernels
 from jax_moe_lb.kernels.grouped_ffn import grouped_ffn
@@ -66,7 +66,7 @@ def sharded(function, num_replicated):
 
 
 def exchange(rows, offsets):
-    return ragged_all_to_all(rows, rows, offsets, offsets, offsets, offsets, axis_name=("expert",))
+    return ragged_all_to_all(rows, rows, Slices(offsets, offsets, offsets, offsets), Group(("expert",)))
 
 
 def gather(experts, placement):

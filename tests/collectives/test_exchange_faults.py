@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jax_moe_lb.collectives.ragged_all_to_all import ragged_all_to_all
+from jax_moe_lb.collectives.ragged_all_to_all import Group, Slices, ragged_all_to_all
 from jax_moe_lb.core.custom_calls import is_built
 from tests.layer_cases import make_mesh
 
@@ -41,8 +41,8 @@ def sharded(one_rank, mesh=MESH, num_args=6, **options):
     return jax.jit(jax.shard_map(batched, mesh=mesh, in_specs=(SPEC,) * num_args, out_specs=SPEC, **options))
 
 
-def exchange(*args, timeout_s=20.0):
-    return ragged_all_to_all(*args, axis_name=("expert",), site="dispatch", timeout_s=timeout_s)
+def exchange(rows, output, *slices, timeout_s=20.0):
+    return ragged_all_to_all(rows, output, Slices(*slices), Group(("expert",)), site="dispatch", timeout_s=timeout_s)
 
 
 EXCHANGE = sharded(exchange)
@@ -128,7 +128,7 @@ def test_wrong_offsets_and_sizes_stop_all_ranks(name):
 
 
 def test_a_number_of_slices_that_no_rank_can_share_is_refused():
-    with pytest.raises(ValueError, match="send_sizes has 7 entries; expected a multiple of the 8 ranks"):
+    with pytest.raises(ValueError, match="sent has 7 entries; expected a multiple of the 8 ranks"):
         EXCHANGE(X, X, *(a[:, :7] for a in GOOD[2:]))
 
 
@@ -196,7 +196,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax_moe_lb import use_virtual_cpu_devices
 use_virtual_cpu_devices(64)
 from jax.sharding import AxisType, PartitionSpec
-from jax_moe_lb.collectives.ragged_all_to_all import ragged_all_to_all
+from jax_moe_lb.collectives.ragged_all_to_all import Group, Slices, ragged_all_to_all
 mesh = jax.make_mesh((64,), ("expert",), axis_types=(AxisType.Auto,))
 spec = PartitionSpec("expert")
 offsets = jnp.broadcast_to(jnp.arange(64, dtype=jnp.int32), (64, 64))
@@ -206,7 +206,7 @@ x = jnp.arange(64.0 * 64 * 32, dtype=jnp.float32).reshape(64, 64, 32)
 def one_rank(*args):
     args = [arg[0] for arg in args]
     def step(_, x):
-        return ragged_all_to_all(x, *args[1:], axis_name=("expert",)) + 0 * jax.lax.psum(x, "expert")
+        return ragged_all_to_all(x, args[1], Slices(*args[2:]), Group(("expert",))) + 0 * jax.lax.psum(x, "expert")
     return jax.lax.fori_loop(0, 11, step, args[0])[None]
 
 run = jax.jit(jax.shard_map(one_rank, mesh=mesh, in_specs=(spec,) * 6, out_specs=spec))

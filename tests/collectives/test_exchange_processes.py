@@ -42,7 +42,7 @@ RANK = textwrap.dedent(
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
     from jax_moe_lb.collectives.permutes import gather_tiles
     from jax_moe_lb.collectives.permutes import agreed
-    from jax_moe_lb.collectives.ragged_all_to_all import ragged_all_to_all
+    from jax_moe_lb.collectives.ragged_all_to_all import Group, Slices, ragged_all_to_all
     from tests.kernels.layer_of_groups import domains_step, layer_step
 
     def place(mesh, spec, array):
@@ -56,7 +56,7 @@ RANK = textwrap.dedent(
             args = [arg[0] for arg in args]
             # Groups side by side want to loop differently often.
             own = jnp.int32(1) if names == axes else 1 + 2 * jax.lax.axis_index("data")
-            body = lambda _, output: ragged_all_to_all(args[0], output, *args[2:], axis_name=axes)
+            body = lambda _, output: ragged_all_to_all(args[0], output, Slices(*args[2:]), Group(axes))
             return jax.lax.fori_loop(0, agreed(own, axes), body, args[1])[None]
 
         step = jax.jit(jax.shard_map(one_rank, mesh=mesh, in_specs=(spec,) * 6, out_specs=spec))

@@ -16,7 +16,7 @@ from jax_moe_lb.collectives.one_shot_lists import (
     row_split,
     split_rows,
 )
-from jax_moe_lb.collectives.ragged_all_to_all import ragged_all_to_all
+from jax_moe_lb.collectives.ragged_all_to_all import Group, Slices, ragged_all_to_all
 from tests.layer_cases import make_mesh
 
 RANKS = 8
@@ -47,7 +47,7 @@ def exchange(filled):
         rows, into = operand, output
         if filled:
             rows, into, updates = for_one_shot_kernel(operand, output, updates, RANKS)
-        return ragged_all_to_all(rows, into, *updates, axis_name=("expert",)).reshape(output.shape)
+        return ragged_all_to_all(rows, into, Slices(*updates), Group(("expert",))).reshape(output.shape)
 
     spec = PartitionSpec("expert")
     return jax.jit(jax.shard_map(one_rank, mesh=MESH, in_specs=(spec,) * 6, out_specs=spec))
@@ -103,7 +103,7 @@ def lowered(in_one_process):
     """Return the lowered text of an exchange with 18 updates per peer, by platform."""
 
     def one_rank(operand, output, *updates):
-        return ragged_all_to_all(operand, output, *updates, axis_name=("expert",), in_one_process=in_one_process)
+        return ragged_all_to_all(operand, output, Slices(*updates), Group(("expert",), in_one_process))
 
     spec = PartitionSpec("expert")
     run = jax.jit(jax.shard_map(one_rank, mesh=MESH, in_specs=(spec,) * 6, out_specs=spec))

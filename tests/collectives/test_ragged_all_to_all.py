@@ -10,6 +10,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_moe_lb.collectives.permutes import unidirectional_permutes
 from jax_moe_lb.collectives.ragged_all_to_all import (
+    Group,
+    Slices,
     on_one_rank,
     one_way_all_to_all,
     padded_all_to_all,
@@ -22,7 +24,9 @@ def exchange(mesh, axes, form=ragged_all_to_all):
     spec = PartitionSpec(axes)
 
     def one_rank(*args):
-        return form(*(arg[0] for arg in args), axis_name=axes)[None]
+        rows, output, *slices = (arg[0] for arg in args)
+        group = Group(axes) if form is ragged_all_to_all else axes
+        return form(rows, output, Slices(*slices), group)[None]
 
     return jax.jit(jax.shard_map(one_rank, mesh=mesh, in_specs=(spec,) * 6, out_specs=spec))
 
@@ -236,7 +240,7 @@ def test_beside_other_axes(axis_type, manual):
         turns = 2 * jax.lax.axis_index("data") + 1 if "data" in manual else 3
 
         def turn(_, x):
-            return ragged_all_to_all(x, *rest, axis_name=("expert",))
+            return ragged_all_to_all(x, rest[0], Slices(*rest[1:]), Group(("expert",)))
 
         return jax.lax.fori_loop(0, turns, turn, x)[None, None]
 
@@ -253,7 +257,9 @@ def test_inside_scan_remat_and_vmap():
 
     def one_rank(x, *rest):
         def step(x, _):
-            return jax.checkpoint(lambda x: ragged_all_to_all(x, *rest, axis_name=("expert",)))(x), None
+            return jax.checkpoint(lambda x: ragged_all_to_all(x, rest[0], Slices(*rest[1:]), Group(("expert",))))(
+                x
+            ), None
 
         def many(x):
             return jax.lax.scan(step, x, None, 3)[0]

@@ -6,6 +6,7 @@ import numpy as np
 
 from jax_moe_lb.kernels.backends import BACKENDS, choose_backend
 from jax_moe_lb.kernels.grouped_matmul import grouped_matmul, matmul_product, outer_product
+from jax_moe_lb.kernels.operands import RowGroups
 
 
 def matmul_of(name, platform=None):
@@ -13,7 +14,7 @@ def matmul_of(name, platform=None):
 
     def matmul(rows, weights, group_sizes, transposed=False):
         product = matmul_product(rows, weights, transposed)
-        return _backend(name, product, platform)(product, rows, weights, group_sizes, None)
+        return _backend(name, product, platform)(product, rows, weights, RowGroups(group_sizes), None)
 
     return matmul
 
@@ -21,9 +22,9 @@ def matmul_of(name, platform=None):
 def outer_of(name, platform=None):
     """Return `grouped_outer` with the given backend; if a platform is given, it must be its default."""
 
-    def outer(rows, others, group_sizes, dtype=jnp.float32, sums=None, parts=None, is_read=None):
-        product = outer_product(rows, others, group_sizes.shape[0] if parts is None else parts, dtype)
-        return _backend(name, product, platform)(product, rows, others, group_sizes, sums, is_read)
+    def outer(rows, others, groups, dtype=jnp.float32, sums=None, parts=None):
+        product = outer_product(rows, others, groups.sizes.shape[0] if parts is None else parts, dtype)
+        return _backend(name, product, platform)(product, rows, others, groups, sums)
 
     return outer
 

@@ -11,7 +11,7 @@ from jax_moe_lb import Experts
 from jax_moe_lb.core.experts import dense_ffn
 from jax_moe_lb.kernels import ClampedSwiGLU, backends, geglu, operands, relu_squared, row_windows
 from jax_moe_lb.kernels import grouped_ffn as op
-from jax_moe_lb.kernels.operands import _clear_all, _clear_rest
+from jax_moe_lb.kernels.operands import BackwardRows, RowGroups, _clear_all, _clear_rest
 from tests.adapters import adapters_of, merged, with_adapters
 from tests.kernels.backend_cases import matmul_of, outer_of
 
@@ -124,7 +124,9 @@ def test_all_forms_equal_one_expert_at_a_time(form, kind, dtype, monkeypatch):
     @jax.jit
     def run(rows, weights, experts, group_sizes, upstream):
         y = op.grouped_ffn(rows, experts, group_sizes)
-        return y, *op.grouped_ffn_gradients(rows, weights, experts, group_sizes, upstream, jnp.float32)
+        return y, *op.grouped_ffn_gradients(
+            BackwardRows(rows, weights, upstream), experts, RowGroups(group_sizes), jnp.float32
+        )
 
     for sizes in SIZES.values():
         group_sizes, used = jnp.asarray(sizes, jnp.int32), sum(sizes)
@@ -185,7 +187,9 @@ def test_last_products_take_weights_that_are_made_again(monkeypatch):
 
     @partial(jax.jit, static_argnums=0)
     def gradients(again):
-        return op.grouped_ffn_gradients(rows, ones, experts, sizes, upstream, jnp.float32, None, again)
+        return op.grouped_ffn_gradients(
+            BackwardRows(rows, ones, upstream), experts, RowGroups(sizes), jnp.float32, None, again
+        )
 
     def twice(after):
         assert after.shape == (NUM_ROWS, INNER)
@@ -218,7 +222,11 @@ def test_temporaries_are_those_of_a_window_whatever_the_number_of_groups(form):
         rows, weights, sizes = jnp.zeros((8192, 64)), jnp.zeros((8192, 1)), jnp.zeros(num_groups, jnp.int32)
         up = jnp.zeros((num_groups, 64, 128))
         experts = Experts(up, up.swapaxes(1, 2), up)
-        args = (rows, experts, sizes) if form is op.grouped_ffn else (rows, weights, experts, sizes, rows)
+        args = (
+            (rows, experts, sizes)
+            if form is op.grouped_ffn
+            else (BackwardRows(rows, weights, rows), experts, RowGroups(sizes))
+        )
         run = jax.jit(form if form is op.grouped_ffn else partial(form, sums_dtype=jnp.float32))
         return run.lower(*args).compile().memory_analysis().temp_size_in_bytes
 
@@ -245,8 +253,9 @@ def test_products_of_the_forward_pass_give_the_same_gradients(form, kind, monkey
     @jax.jit
     def run(rows, upstream):
         y, products = op.grouped_ffn_with_products(rows, experts, sizes)
-        args = rows, weights, experts, sizes, upstream, jnp.float32
-        return y, products, op.grouped_ffn_gradients(*args), op.grouped_ffn_gradients(*args, products=products)
+        batch, args = BackwardRows(rows, weights, upstream), (experts, RowGroups(sizes), jnp.float32)
+        saved = batch._replace(products=products)
+        return y, products, op.grouped_ffn_gradients(batch, *args), op.grouped_ffn_gradients(saved, *args)
 
     used = sum(SIZES["uneven"])
     beyond = jnp.arange(NUM_ROWS)[:, None] >= used
@@ -267,8 +276,8 @@ def test_separate_products_fit_experts_with_the_gate_in_up():
     rows, experts, upstream = case("float32", biased=True)
     sizes, ones = jnp.asarray(SIZES["uneven"], jnp.int32), jnp.ones((NUM_ROWS, 1))
     _, products = op.grouped_ffn_with_products(rows, experts, sizes)
-    args = rows, ones, experts.fused(), sizes, upstream, jnp.float32
-    want, got = op.grouped_ffn_gradients(*args), op.grouped_ffn_gradients(*args, products=products)
+    batches = BackwardRows(rows, ones, upstream), BackwardRows(rows, ones, upstream, products)
+    want, got = (op.grouped_ffn_gradients(one, experts.fused(), RowGroups(sizes), jnp.float32) for one in batches)
     used = sum(SIZES["uneven"])
     got, want = ((of[0][:used], of[1][:used], of[2]) for of in (got, want))
     for of_saved, of_computed in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):

@@ -10,7 +10,7 @@ from jax_moe_lb.kernels import grouped_matmul as op
 from jax_moe_lb.kernels import operands
 from jax_moe_lb.kernels.backends import _clear_empty
 from jax_moe_lb.kernels.blocks import block_rows
-from jax_moe_lb.kernels.operands import _clear_rest, _clear_tile
+from jax_moe_lb.kernels.operands import RowGroups, _clear_rest, _clear_tile
 from tests.kernels.backend_cases import matmul_of, outer_of
 from tests.layer_cases import make_mesh
 
@@ -29,7 +29,7 @@ SHAPES = {  # rows, their width, width of the result, sizes
 
 
 def cleared(outer, clear):
-    return lambda rows, others, sizes: outer(clear(rows, sizes), clear(others, sizes), sizes)
+    return lambda rows, others, groups: outer(clear(rows, groups.sizes), clear(others, groups.sizes), groups)
 
 
 FORMS = {
@@ -107,7 +107,7 @@ def test_products_equal_one_group_at_a_time(form, dtype, shape, x64):
 
     @jax.jit
     def run(rows, others, weights, sizes):
-        return matmul(rows, weights, sizes), matmul(others, weights, sizes, True), outer(rows, others, sizes)
+        return matmul(rows, weights, sizes), matmul(others, weights, sizes, True), outer(rows, others, RowGroups(sizes))
 
     product, back, sums = loops(rows, others, weights, sizes)
     used = int(sizes.sum())
@@ -123,7 +123,7 @@ def test_sums_are_added_to(has_call, monkeypatch):
     monkeypatch.setattr(grouped_kernels, "is_built", lambda platform: has_call)
     rows, others, _, sizes = case(SHAPES["rows of no group"])
     before = jnp.full((4, 7, 5), 3.0)
-    got = jax.jit(lambda *args: op.grouped_outer(*args[:3], sums=args[3]))(rows, others, sizes, before)
+    got = jax.jit(lambda *args: op.grouped_outer(*args[:3], sums=args[3]))(rows, others, RowGroups(sizes), before)
     _, _, sums = loops(*case(SHAPES["rows of no group"]))
     assert_close(got, sums + 3, 1e-5)
     np.testing.assert_array_equal(got[1], before[1])
@@ -147,7 +147,7 @@ def test_the_same_bits_every_time():
 
     def run():
         matmul, outer = jax.jit(op.grouped_matmul), jax.jit(op.grouped_outer)
-        return np.asarray(matmul(rows, weights, sizes)), np.asarray(outer(rows, others, sizes))
+        return np.asarray(matmul(rows, weights, sizes)), np.asarray(outer(rows, others, RowGroups(sizes)))
 
     first = run()
     for _ in range(5):
@@ -165,7 +165,7 @@ def test_bad_sizes_stop_the_program(sizes, message):
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"device 0: group_sizes.*{message.split('sizes')[-1]}"):
         jax.block_until_ready(jax.jit(op.grouped_matmul)(rows, weights, sizes))
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-        jax.block_until_ready(jax.jit(op.grouped_outer)(rows, others, sizes))
+        jax.block_until_ready(jax.jit(op.grouped_outer)(rows, others, RowGroups(sizes)))
 
 
 @pytest.mark.parametrize(("width", "dtype"), [(4, "float32"), (3, "bfloat16")])

@@ -14,6 +14,7 @@ from jax_moe_lb.core.experts import ClampedSwiGLU, Experts, dense_ffn, geglu, ge
 from jax_moe_lb.kernels import backends, grouped_ffn, grouped_matmul, mosaic_api, mosaic_ffn
 from jax_moe_lb.kernels.backends import HOPPER, choose_backend, prefer_backend
 from jax_moe_lb.kernels.mosaic_ffn import can_activate
+from jax_moe_lb.kernels.operands import BackwardRows, RowGroups
 from tests.kernels.backend_cases import draw, split_experts
 
 NUM_ROWS, HIDDEN = 136, 128
@@ -92,8 +93,8 @@ def test_values_and_gradients(sizes, saved, options):
     def both(rows, experts, weights, upstream):
         y, products = grouped_ffn.grouped_ffn_with_products(rows, experts, group_sizes)
         gradients = partial(grouped_ffn.grouped_ffn_gradients, sums_dtype=jnp.float32)
-        kept = products if saved else None
-        return y, gradients(rows, weights, experts, group_sizes, upstream, products=kept)
+        batch = BackwardRows(rows, weights, upstream, products if saved else None)
+        return y, gradients(batch, experts, RowGroups(group_sizes))
 
     assert grouped_ffn.fuses(rows, apart(experts))
     operands = rows, apart(experts), weights, upstream

@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu
 from jax_moe_lb.kernels import backends, mosaic_api, mosaic_outer
 from jax_moe_lb.kernels import grouped_matmul as op
 from jax_moe_lb.kernels.backends import HOPPER, Product, choose_backend, prefer_backend
+from jax_moe_lb.kernels.operands import RowGroups
 from tests.kernels.backend_cases import (
     assert_products,
     check_gradients,
@@ -82,7 +83,8 @@ def test_sums_of_parts(sizes, dtype):
     sizes = SIZES[sizes]
     rows, _ = make_operands(sizes, num_rows=NUM_ROWS)
     others = make_operands(sizes, WIDTHS[::-1], NUM_ROWS)[0]
-    got = run(partial(outer_of(KERNEL, "cuda"), dtype=dtype, parts=PARTS), rows, others, jnp.array(sizes, jnp.int32))
+    groups = RowGroups(jnp.array(sizes, jnp.int32))
+    got = run(partial(outer_of(KERNEL, "cuda"), dtype=dtype, parts=PARTS), rows, others, groups)
     assert tuple(len(part) for part in got) == PARTS
     want = sums_by_group(rows, others, sizes)
     rtol = 2**-8 if dtype == jnp.bfloat16 else 1e-5
@@ -94,11 +96,8 @@ def test_sums_that_nobody_reads_are_not_written():
     sizes = (*SIZES["uneven"][:3], 0, 61)
     rows, _ = make_operands(sizes, num_rows=NUM_ROWS)
 
-    def sums(left, right, group_sizes, is_read):
-        return mosaic_outer.outer(left, right, group_sizes, parts=PARTS, dtype=jnp.float32, is_read=is_read)
-
-    is_read = jnp.array([True, True, True, False, False])
-    home, replicas = run(sums, rows, rows, jnp.array(sizes, jnp.int32), is_read)
+    groups = RowGroups(jnp.array(sizes, jnp.int32), jnp.array([True, True, True, False, False]))
+    home, replicas = run(partial(mosaic_outer.outer, parts=PARTS, dtype=jnp.float32), rows, rows, groups)
     want = sums_by_group(rows, rows, sizes)
     np.testing.assert_allclose(home, want[:3], rtol=1e-5, atol=1e-4)
     assert not home[1].any()
@@ -116,7 +115,7 @@ def test_widths_are_no_multiples_of_tiles(widths):
     others = make_operands(sizes, widths[::-1], num_rows=128)[0]
     with interpreter(detect_races=False):
         got = run(matmul_of(KERNEL, "cuda"), rows, matrices, group_sizes)
-        sums = run(outer_of(KERNEL, "cuda"), rows, others, group_sizes)
+        sums = run(outer_of(KERNEL, "cuda"), rows, others, RowGroups(group_sizes))
     assert_products(got, rows, matrices, sizes)
     np.testing.assert_allclose(sums, sums_by_group(rows, others, sizes), rtol=1e-5, atol=1e-4)
 
@@ -131,10 +130,10 @@ def test_narrow_operands_are_padded():
 
 @pytest.mark.slow
 def test_gradients(monkeypatch):
-    def on_cuda(product, *operands, sums=None, is_read=None):
+    def on_cuda(product, *operands, sums=None):
         choice = choose_backend(product, "cuda")
         assert choice.backend.name == KERNEL, choice.why
-        return choice.backend(product, *operands, sums, is_read)
+        return choice.backend(product, *operands, sums)
 
     monkeypatch.setattr(op, "_by_platform", on_cuda)
     check_gradients(SIZES["uneven"], NUM_ROWS, run)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jax_moe_lb.kernels import backends as grouped_kernels
 from jax_moe_lb.kernels.grouped_matmul import matmul_product, outer_product
+from jax_moe_lb.kernels.operands import RowGroups
 from jax_moe_lb.kernels.triton_outer import OUTER as TILE_OF_OUTER
 from tests.kernels.backend_cases import outer_of, rejected, sums_by_group
 from tests.layer_cases import make_mesh
@@ -45,7 +46,7 @@ def test_sums_of_groups(dtype, group_sizes):
     used = sum(group_sizes)
     # Uninitialized rows may be NaN, and are not read.
     unwritten = (array.at[used:].set(jnp.nan) for array in (rows, others))
-    sums = triton_outer(*unwritten, jnp.array(group_sizes, jnp.int32), dtype=jnp.float32)
+    sums = triton_outer(*unwritten, RowGroups(jnp.array(group_sizes, jnp.int32)), dtype=jnp.float32)
     np.testing.assert_allclose(sums, sums_by_group(rows, others, group_sizes), rtol=1e-5, atol=1e-4)
 
 
@@ -53,7 +54,7 @@ def test_sums_that_nobody_reads_are_not_written():
     """The interpreter fills results with NaN."""
     rows, others = make_operands()
     sizes, is_read = (64, 0, 0, 100), jnp.array([True, True, False, False])
-    sums = triton_outer(rows, others, jnp.array(sizes, jnp.int32), parts=(2, 2), is_read=is_read)
+    sums = triton_outer(rows, others, RowGroups(jnp.array(sizes, jnp.int32), is_read), parts=(2, 2))
     want = sums_by_group(rows, others, sizes)
     want[2] = np.nan
     np.testing.assert_allclose(np.concatenate(sums), want, rtol=1e-5, atol=1e-4)
@@ -62,7 +63,7 @@ def test_sums_that_nobody_reads_are_not_written():
 def test_tiles_of_both_widths():
     rows, others = make_operands()
     group_sizes = (0, 100, 33, 0, 187)
-    sums = triton_outer(others, rows, jnp.array(group_sizes, jnp.int32), dtype=jnp.float32)
+    sums = triton_outer(others, rows, RowGroups(jnp.array(group_sizes, jnp.int32)), dtype=jnp.float32)
     assert rows.shape[1] % TILE_OF_OUTER.columns == 0 < others.shape[1] % TILE_OF_OUTER.columns
     np.testing.assert_allclose(sums, sums_by_group(others, rows, group_sizes), rtol=1e-5, atol=1e-4)
 
@@ -72,7 +73,7 @@ def test_the_last_tiles_overlap_the_previous_ones(widths):
     group_sizes, used = (45, 0, 35), 80
     rng = np.random.default_rng(1)
     rows, others = (jnp.asarray(rng.normal(size=(96, n)), jnp.bfloat16).at[used:].set(jnp.nan) for n in widths)
-    sums = triton_outer(rows, others, jnp.array(group_sizes, jnp.int32), dtype=jnp.float32)
+    sums = triton_outer(rows, others, RowGroups(jnp.array(group_sizes, jnp.int32)), dtype=jnp.float32)
     np.testing.assert_allclose(sums, sums_by_group(rows, others, group_sizes), rtol=1e-5, atol=1e-4)
 
 
@@ -80,7 +81,7 @@ def test_sums_in_parts():
     rows, others = make_operands()
     group_sizes = (100, 0, 33, 100)
     before = tuple(jnp.full((n, INNER, OUTER), 3.0) for n in (3, 1))
-    sums = triton_outer(rows, others, jnp.array(group_sizes, jnp.int32), sums=before, parts=(3, 1))
+    sums = triton_outer(rows, others, RowGroups(jnp.array(group_sizes, jnp.int32)), sums=before, parts=(3, 1))
     assert tuple(len(part) for part in sums) == (3, 1)
     np.testing.assert_allclose(np.concatenate(sums), sums_by_group(rows, others, group_sizes) + 3, rtol=1e-5, atol=1e-4)
 
@@ -89,7 +90,9 @@ def test_sums_in_parts():
 def test_a_narrow_result_is_rounded_once():
     rows, others = make_operands()
     group_sizes = jnp.array([100, 200], jnp.int32)
-    wide, narrow = (triton_outer(rows, others, group_sizes, dtype=dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    wide, narrow = (
+        triton_outer(rows, others, RowGroups(group_sizes), dtype=dtype) for dtype in (jnp.float32, jnp.bfloat16)
+    )
     np.testing.assert_array_equal(narrow, wide.astype(jnp.bfloat16))
 
 
@@ -102,7 +105,7 @@ def test_on_a_mesh():
     @jax.jit
     @partial(jax.shard_map, mesh=mesh, in_specs=PartitionSpec("expert"), out_specs=PartitionSpec("expert"))
     def sums(rows, others, group_sizes):
-        return triton_outer(rows, others, group_sizes, dtype=jnp.float32)
+        return triton_outer(rows, others, RowGroups(group_sizes), dtype=jnp.float32)
 
     each = [
         sums_by_group(rows[at : at + 80], others[at : at + 80], (30, 0, 40)) for at in range(0, NUM_ROWS, NUM_ROWS // 4)

@@ -14,6 +14,7 @@ from jax_moe_lb import Buffers, Experts, TopK, Topology, exact
 from jax_moe_lb.kernels import backends, grouped_ffn
 from jax_moe_lb.kernels import grouped_matmul as products
 from jax_moe_lb.kernels.grouped_ffn import takes_parts
+from jax_moe_lb.kernels.operands import BackwardRows, RowGroups
 from jax_moe_lb.transport import slot_weights
 from tests.adapters import with_adapters
 from tests.kernels.backend_cases import draw, split_experts
@@ -40,10 +41,10 @@ def with_kernels_of_gpus(monkeypatch):
     on_gpu(monkeypatch)
     monkeypatch.setattr(pallas, "pallas_call", partial(pallas.pallas_call, interpret=True))
 
-    def on_cuda(product, *operands, sums=None, is_read=None):
+    def on_cuda(product, *operands, sums=None):
         choice = backends.choose_backend(product, "cuda")
         assert choice.backend.name == "Triton kernel", choice.why
-        return choice.backend(product, *operands, sums, is_read)
+        return choice.backend(product, *operands, sums)
 
     monkeypatch.setattr(products, "_by_platform", on_cuda)
 
@@ -78,7 +79,8 @@ def test_parts_equal_one_array_bitwise(sizes, fused, biased, adapted, monkeypatc
     @jax.jit
     def both(experts):
         y = grouped_ffn.grouped_ffn(rows, experts, group_sizes)
-        step = partial(grouped_ffn.grouped_ffn_gradients, rows, weights, experts, group_sizes, upstream, jnp.float32)
+        batch = BackwardRows(rows, weights, upstream)
+        step = partial(grouped_ffn.grouped_ffn_gradients, batch, experts, RowGroups(group_sizes), jnp.float32)
         once = step()
         *of_rows, sums = step(once[2], lambda after: experts)
         return tuple(array[:used] for array in (y, *of_rows)), once[2], sums

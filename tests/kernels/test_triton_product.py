@@ -92,12 +92,12 @@ def test_matrices_in_parts_are_read_in_place(transposed):
 
 @pytest.mark.slow
 def test_gradients(monkeypatch):
-    def on_cuda(product, *operands, sums=None, is_read=None):
+    def on_cuda(product, *operands, sums=None):
         assert sums is None
-        assert is_read is None
         run = (outer_of if product.kind == "outer" else matmul_of)(TRITON, "cuda")
         options = {"dtype": product.dtype} if product.kind == "outer" else {"transposed": product.is_transposed}
-        return run(*operands, **options)
+        *arrays, groups = operands
+        return run(*arrays, groups if product.kind == "outer" else groups.sizes, **options)
 
     monkeypatch.setattr(op, "_by_platform", on_cuda)
     check_gradients(SIZES["uneven"], 320, lambda function, *operands: function(*operands), WIDTHS)

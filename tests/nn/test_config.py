@@ -31,7 +31,7 @@ REFUSED = {
     "parameters": (lambda: Precision(param_dtype=jnp.int8), r"precision.param_dtype is int8; expected bfloat16"),
     "transfer": (lambda: Precision(transfer_dtype=jnp.bfloat16), r"precision.transfer_dtype is bfloat16; expected"),
     "headroom": (lambda: Buffers(0.0), r"headroom is 0.0; expected a finite number above 0"),
-    "rounds": (lambda: Buffers(max_rounds=0), r"max_rounds is 0; expected at least 1, or None"),
+    "rounds": (lambda: Buffers(max_rounds=0), r"max_rounds is 0; expected at least 1"),
     "capacity": (lambda: TopK(2, capacity_factor=-1.0), r"capacity_factor is -1.0; expected a finite number above 0"),
 }
 

@@ -93,7 +93,7 @@ def test_bad_routers_are_refused():
         HashRouter(9)(LOGITS, info=TokenInfo(ids=jnp.zeros(32, jnp.int32)))
     with pytest.raises(ValueError, match="num_experts_per_tok is 3; expected 1 to max_experts_per_tok = 2"):
         ExpertChoice(3, max_experts_per_tok=2)
-    with pytest.raises(ValueError, match=r"std is -1\.0; expected at least 0"):
+    with pytest.raises(ValueError, match=r"std is -1\.0; expected a finite number, at least 0"):
         NoisyTopK(TopK(1), std=-1.0)
     with pytest.raises(ValueError, match=r"capacity_factor is 0\.0; expected a finite number above 0"):
         TopK(2, capacity_factor=0.0)

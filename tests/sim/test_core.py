@@ -320,7 +320,7 @@ def test_domains_that_the_stream_model_chooses_are_nearly_the_fastest_simulated(
     ("change", "message"),
     [
         ({"size": 0}, "size is 0; expected at least 1"),
-        ({"bytes_per_s": 0.0}, "bytes_per_s is 0.0; expected a finite rate above 0"),
+        ({"bytes_per_s": 0.0}, "bytes_per_s is 0.0; expected a finite number above 0"),
         ({"bytes_per_s": math.inf}, "bytes_per_s is inf"),
         ({"latency_s": -1.0}, "latency_s is -1.0"),
         ({"name": "rack"}, "Links.name is 'rack'; expected one of dc, node, gpu"),

@@ -74,12 +74,13 @@ def test_the_accelerators_path_equals_the_ring():
     """The functions used with `lax.ragged_all_to_all`, here with its CPU form."""
 
     def one_rank(home, upstream, wanted):
-        there = gather.ring_fetch(home, wanted, axis_name=("expert",))
-        also = gather.ragged_fetch(home, wanted, axis_name=("expert",))
-        by_rank = gather.fetch_by_rank((home,), wanted, RANKS * (SLOTS - HOME), ("expert",)).reshape(there.shape)
-        sums = partial(gather.ring_sum, num_home=HOME, axis_name=("expert",))(upstream, wanted)
+        group = gather.Group(("expert",))
+        there = gather.ring_fetch(home, wanted, group=group)
+        also = gather.ragged_fetch(home, wanted, group=group)
+        by_rank = gather.fetch_by_rank((home,), wanted, RANKS * (SLOTS - HOME), group).reshape(there.shape)
+        sums = partial(gather.ring_sum, num_home=HOME, group=group)(upstream, wanted)
         zeros = zero_sums((upstream,), HOME)
-        add = partial(gather.ragged_add, num_home=HOME, domain=RANKS, axis_name=("expert",))
+        add = partial(gather.ragged_add, num_home=HOME, domain=RANKS, group=group)
         (also_sums,), (in_place,) = (add(zeros, (upstream,), wanted, in_place=each) for each in (False, True))
         return there, also, by_rank, sums, also_sums, in_place
 
@@ -103,8 +104,8 @@ def test_the_ring_ends_at_the_farthest_replica():
     spec = PartitionSpec(("data", "expert"))
 
     def one_rank(home, wanted):
-        there = gather.ring_fetch(home, wanted[0], axis_name=("expert",))
-        sums = gather.ring_sum(there, wanted[0], num_home=HOME, axis_name=("expert",))
+        there = gather.ring_fetch(home, wanted[0], group=Group(("expert",)))
+        sums = gather.ring_sum(there, wanted[0], num_home=HOME, group=Group(("expert",)))
         steps = gather._farthest(gather._ring_distance(wanted[0], HOME), ("expert",))
         return there, sums, steps[None]
 

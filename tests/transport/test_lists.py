@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jax_moe_lb.transport.lists import Group, Lists
+from jax_moe_lb.collectives.ragged_all_to_all import Group
+from jax_moe_lb.transport.lists import Lists
 from tests.layer_cases import make_mesh
 
 RANKS, ENTRIES, CHOICES, ROOM = 4, 9, 3, 40

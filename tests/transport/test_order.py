@@ -15,6 +15,7 @@ from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Buffers, Topology, exact, feplb, rails
 from jax_moe_lb.core.schedule import in_order, in_order_on_cuda, in_order_on_tpu
 from jax_moe_lb.kernels import grouped_ffn
+from jax_moe_lb.kernels.operands import BackwardRows, RowGroups
 from jax_moe_lb.layer import CHECKPOINT_NAMES
 from jax_moe_lb.transport import Direct, MultiRailDispatch, QuantizedTransfer, Saved, TwoPhase, one_round
 from jax_moe_lb.transport.exchange import Exchange, Receipt
@@ -75,7 +76,11 @@ def test_gradients_of_rows_come_between_gradients_of_weights(monkeypatch):
 
     def gradients(rows, weights, up, down, upstream):
         of_rows, of_weights, of_experts = grouped_ffn._gradients_at_once(
-            rows, weights, type(experts)(up, down), sizes, upstream, None, sums_dtype=jnp.float32
+            BackwardRows(rows, weights, upstream),
+            type(experts)(up, down),
+            RowGroups(sizes),
+            None,
+            sums_dtype=jnp.float32,
         )
         return of_rows, of_weights, of_experts.up, of_experts.down
 
@@ -132,8 +137,9 @@ def test_the_next_chunk_arrives_before_outputs_return(monkeypatch):
 def test_exchanges_of_a_backward_round_have_an_order(monkeypatch):
     order(monkeypatch, one_round)
 
-    def pull_back(rows, weights, sizes, upstream, sums, products):
-        return checkpoint_name(rows, "arrived") + upstream, weights + upstream[:, :1], None
+    def pull_back(batch, sizes, sums):
+        rows = checkpoint_name(batch.rows, "arrived") + batch.upstream
+        return rows, batch.weights + batch.upstream[:, :1], None
 
     def backward(tokens, weights, upstream, of_copies, of_weights, replicas):
         carry = (of_copies, of_weights), None
@@ -159,7 +165,7 @@ def test_gradients_of_outputs_travel_after_weights_if_rows_are_saved(monkeypatch
     def backward(tokens, weights, upstream, of_copies, of_weights, rows, replicas):
         carry, batch = ((of_copies, of_weights), None), Batch(tokens, weights, upstream)
         replicas = checkpoint_name(replicas, "replicas")
-        return gradient_round(named_round(1), batch, lambda *args: (*args[:2], None), carry, Kept(rows), replicas)[0]
+        return gradient_round(named_round(1), batch, lambda one, *_: (*one[:2], None), carry, Kept(rows), replicas)[0]
 
     graph = Graph(backward, ones(2), ones(1), ones(2), ones(2), ones(1), ones(2), ones(1))
     assert graph.names_before("weights 0") == set()
@@ -170,8 +176,8 @@ def test_rows_travel_last_if_hidden_activations_are_saved(monkeypatch):
     """Only gradients of `up` and gate need rows, so the rows travel beside the other products."""
     order(monkeypatch, one_round)
 
-    def pull_back(rows, weights, sizes, upstream, sums, products):
-        return checkpoint_name(upstream, "products need") + rows + products[0], weights, None
+    def pull_back(batch, sizes, sums):
+        return checkpoint_name(batch.upstream, "products need") + batch.rows + batch.products[0], batch.weights, None
 
     def backward(tokens, weights, upstream, of_copies, of_weights, product, replicas):
         carry, batch = ((of_copies, of_weights), None), Batch(tokens, weights, upstream)

@@ -45,12 +45,12 @@ def any_plan(counts, plan, topology):
 def unread_sums_as_nan(traced):
     """Return `grouped_outer` with NaN where kernels of accelerators write nothing."""
 
-    def outer(left, right, group_sizes, dtype, sums, parts, is_read):
-        found = grouped_outer(left, right, group_sizes, dtype, sums, parts, is_read)
-        if is_read is None:
+    def outer(left, right, groups, dtype, sums, parts):
+        found = grouped_outer(left, right, groups, dtype, sums, parts)
+        if groups.is_read is None:
             return found
         traced.append(found)
-        return jnp.where(((group_sizes == 0) & ~is_read)[:, None, None], jnp.nan, found)
+        return jnp.where(((groups.sizes == 0) & ~groups.is_read)[:, None, None], jnp.nan, found)
 
     return outer
 
@@ -165,17 +165,18 @@ def test_forms_of_accelerators_equal_dense(system, form, monkeypatch, x64):
 
 @pytest.mark.parametrize(
     ("num_rows", "are_joined", "in_parts", "goes"),
-    [(26, False, False, True), (25, False, False, False), (1, True, False, True), (51, False, True, False)],
+    [(26, False, False, True), (25, False, False, False), (1, True, True, True), (51, False, True, False)],
     ids=["many rows", "few rows", "a copy already", "few rows for two parts"],
 )
 def test_gate_goes_in_up_where_less_is_moved(num_rows, are_joined, in_parts, goes, monkeypatch):
     """Two kinds of 128 words of each part would be read and written, more than five times rows of 4 words."""
     experts = Experts(up=jnp.zeros((2, 4, 16)), down=jnp.zeros((2, 16, 4)), gate=jnp.zeros((2, 4, 16)))
-    rows, form = jnp.zeros((num_rows, 4)), (lambda one: (one, one)) if in_parts else (lambda one: one)
-    assert not slot_weights.fuse_gate_up(form(experts), rows, are_joined=are_joined)
+    monkeypatch.setattr(slot_weights, "takes_parts", lambda parts: not are_joined)
+    rows, slots = jnp.zeros((num_rows, 4)), slot_weights.Slots(experts, experts if in_parts else None)
+    assert not slots.fuse_gate_up(rows)
     monkeypatch.setattr(slot_weights, "_platform", lambda: "tpu")
-    assert slot_weights.fuse_gate_up(form(experts), rows, are_joined=are_joined) == goes
-    assert not slot_weights.fuse_gate_up(form(experts.fused()), rows, are_joined=are_joined)
+    assert slots.fuse_gate_up(rows) == goes
+    assert not slots._replace(home=experts.fused()).fuse_gate_up(rows)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
