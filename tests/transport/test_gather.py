@@ -104,8 +104,8 @@ def test_the_ring_ends_at_the_farthest_replica():
     spec = PartitionSpec(("data", "expert"))
 
     def one_rank(home, wanted):
-        there = gather.ring_fetch(home, wanted[0], group=Group(("expert",)))
-        sums = gather.ring_sum(there, wanted[0], num_home=HOME, group=Group(("expert",)))
+        there = gather.ring_fetch(home, wanted[0], group=gather.Group(("expert",)))
+        sums = gather.ring_sum(there, wanted[0], num_home=HOME, group=gather.Group(("expert",)))
         steps = gather._farthest(gather._ring_distance(wanted[0], HOME), ("expert",))
         return there, sums, steps[None]
 
