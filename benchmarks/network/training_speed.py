@@ -365,8 +365,8 @@ SPEED = RESULTS / "network_training_speed.json"
 
 
 def predict(curves: Path) -> dict[str, Table]:
-    """Return the predictions by the rates of round 4, and save them beside the measurements."""
-    calibration = json.loads((RAW / "calibration_4.json").read_text())[str(RATE)]
+    """Return the predictions by the rates of the last round, and save them beside the measurements."""
+    calibration = json.loads((RAW / f"calibration_{GAIN_ROUND}.json").read_text())[str(RATE)]
     found, out = {"predictions": predictions(curves, calibration)}, RESULTS / "network_training_speed_predicted.json"
     save(found, out)
     merge(out, SPEED)

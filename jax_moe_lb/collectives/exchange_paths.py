@@ -57,6 +57,10 @@ class PathChoice:
     def fastest(self, forms: Sequence[tuple[int, int]]) -> int:
         """Return the index of the form of an exchange estimated to be fastest."""
         # The device kernel requires operands copied into symmetric memory, and this copy can arrange them.
+        if self.path is ExchangePath.STEPS:
+            # The first form with all arrays in one exchange. One slice per rank would be padded to a part of a larger
+            # operand.
+            return min(1, len(forms) - 1)
         if not self.costs_per_update:
             return 0
         if self.path is ExchangePath.DEVICE_KERNEL:

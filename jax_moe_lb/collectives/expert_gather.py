@@ -1,9 +1,7 @@
 """Replicas gathered from the home weights of all ranks, and the gradients summed at home.
 
-With `ragged_all_to_all` each replica travels once. The fallback, for CPUs without the custom call and between
-processes, circulates blocks of `L` experts on a ring of ranks. It copies more bytes in the same memory: in both forms a
-rank stores `O(S)` experts at a time. Gradients are added sequentially and in place to the gradients of the home
-experts, without further accumulators.
+Each replica travels once by `ragged_all_to_all`, and a rank stores `O(S)` experts at a time. Gradients are added
+sequentially and in place to the gradients of the home experts, without further accumulators.
 """
 
 from collections.abc import Callable
@@ -16,13 +14,12 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jax_moe_lb.collectives.exchange_paths import exchange_path
 from jax_moe_lb.collectives.home_slices import HomeSlices
-from jax_moe_lb.collectives.permutes import largest, other_manual_axes
+from jax_moe_lb.collectives.permutes import agreed
 from jax_moe_lb.collectives.ragged_all_to_all import (
     Group,
     Slices,
     as_words,
     empty_buffer_after,
-    moves_in_process,
     ragged_all_to_all,
     starts,
 )
@@ -30,7 +27,7 @@ from jax_moe_lb.core.experts import usual_layout
 from jax_moe_lb.core.manual_axes import vary_alike, vary_like
 from jax_moe_lb.core.schedule import in_order_on_cuda
 from jax_moe_lb.core.topology import Topology
-from jax_moe_lb.core.types import Axes, add_to_first, iota, wide_dtype
+from jax_moe_lb.core.types import iota, wide_dtype
 
 WeightsOfKind = Float[Array, "..."]
 """One weight array of `G` experts, `[G, ...]`."""
@@ -49,7 +46,7 @@ arrays of the replica there. Callers pass occupied positions only."""
 
 
 def accumulate_sequentially(
-    sums: Kinds, wanted: Wanted, num_home: int, domain: int, me: Int[Array, ""], pull: Pull, like: Kinds
+    sums: Kinds, wanted: Wanted, num_home: int, domain: int, group: Group, pull: Pull, like: Kinds
 ) -> Kinds:
     """Add the gradients of all replicas to the gradients of the home experts."""
     # The number of replicas that return at once is limited by `max_incoming_replicas`. In small groups this is all of
@@ -71,7 +68,7 @@ def accumulate_sequentially(
     def one_turn(turn: Array, carry: PyTree) -> PyTree:
         place = jnp.where(number // room == turn, number % room, -1)
         landed = pull(place)
-        mine = (owner == me) & (place >= 0)
+        mine = (owner == group.me) & (place >= 0)
         # Empty positions, and those of other ranks, get an index after the last expert.
         to = jnp.where(mine, place, room).reshape(-1)
         expert = jnp.full(room, num_home, jnp.int32).at[to].set((wanted % num_home).reshape(-1), mode="drop")
@@ -95,7 +92,7 @@ def accumulate_sequentially(
     carry = one_turn(jnp.int32(0), (sums, wide, none))
     if takes_turns:
         # The maximum over ranks, so all ranks take part in every exchange.
-        turns = number.max() // room + 1
+        turns = agreed(number.max() // room + 1, group.axes)
         # `aot/execution_counts.py` finds these turns by this name: a balanced step runs none of them.
         with jax.named_scope("further_rounds"):
             carry = jax.lax.fori_loop(1, turns, one_turn, carry)
@@ -145,13 +142,26 @@ def _alike(sums: Kinds, wide: Kinds, none: Array, *others: Array) -> tuple[Kinds
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def fetch(home: WeightsOfKind, wanted: Wanted, num_home: int, group: Group) -> WeightsOfKind:
-    """Return the replicas of this rank from the home weights of all ranks."""
+    """Return the replicas of this rank from the home weights of all ranks; each travels once, as a slice."""
     # `Gather` calls it by `fetch_all`. Gradients of the few replicas return in one exchange for all arrays. It is
     # differentiable in `home`, by `add_at_home`.
     # Returns `[P, ...]`. Empty slots are 0; on GPUs they are uninitialized, and products skip them.
-    by_ring, by_ragged = partial(ring_fetch, group=group), partial(ragged_fetch, group=group)
-    on_cpu = by_ragged if moves_in_process() else by_ring
-    return jax.lax.platform_dependent(home, wanted, cpu=on_cpu, default=by_ragged)
+    num_ranks, num_replicas = wanted.shape
+    me, owner = group.me, owner_of(wanted, num_home)
+    slot = jnp.broadcast_to(iota(num_replicas), wanted.shape)
+    arriving = owner[me][None] == iota(num_ranks)[:, None]
+    return ragged_all_to_all(
+        home,
+        empty_buffer_after(home, num_replicas),
+        Slices(
+            first=(wanted % num_home).reshape(-1),
+            sent=_ones(owner == me),
+            lands=slot.reshape(-1),
+            arriving=_ones(arriving),
+        ),
+        group,
+        site="replicate",
+    )
 
 
 def _save(home: WeightsOfKind, wanted: Wanted, num_home: int, group: Group) -> tuple[WeightsOfKind, Wanted]:
@@ -232,113 +242,6 @@ def add_at_home(
     in_place: bool = False,
 ) -> Kinds:
     """Add the gradients of all replicas to those of the home experts, in an order that depends on `wanted` only."""
-
-    def by_ring(wanted: Wanted, sums: Kinds, upstream: Kinds) -> Kinds:
-        def add(total: WeightsOfKind, kind: WeightsOfKind) -> WeightsOfKind:
-            return add_to_first(total, ring_sum(kind, wanted, num_home=num_home, group=group))
-
-        return tuple(add(total, kind) for total, kind in zip(sums, upstream, strict=True))
-
-    def by_ragged(wanted: Wanted, sums: Kinds, upstream: Kinds) -> Kinds:
-        return ragged_add(sums, upstream, wanted, num_home, domain, group, in_place)
-
-    on_cpu = by_ragged if moves_in_process() else by_ring
-    return jax.lax.platform_dependent(wanted, sums, upstream, cpu=on_cpu, default=by_ragged)
-
-
-def sends_in_place(like: Kinds, topology: Topology) -> bool:
-    """Return whether gradients of replicas travel in place, by the exchange estimated to be fastest."""
-    # In place, each array has an exchange, with one slice per slot of each rank. Otherwise all arrays of all slots,
-    # also of empty ones, are copied side by side, and each rank has one slice.
-    peers, num_replicas = topology.num_ranks - 1, like[0].shape[0]
-    forms = (0, len(like) * num_replicas * peers), (sum(kind.nbytes for kind in like), peers)
-    return exchange_path(topology).fastest(forms) == 0
-
-
-# ---- a ring of ppermutes ------------------------------------------------------
-def ring_fetch(home: WeightsOfKind, wanted: Wanted, *, group: Group) -> WeightsOfKind:
-    """Compute `fetch` on a ring: the home blocks pass the ranks up to the farthest replica."""
-    num_ranks, num_home = wanted.shape[0], home.shape[0]
-    distance, local = _ring_distance(wanted, num_home), wanted % num_home
-    me = group.me
-    up = [(r, (r + 1) % num_ranks) for r in range(num_ranks)]
-
-    def step(i: Array, carry: tuple[WeightsOfKind, WeightsOfKind]) -> tuple[WeightsOfKind, WeightsOfKind]:
-        block, slots = carry
-        block = jax.lax.ppermute(block, group.axes, up)
-        # Select the wanted experts of the passing block. Distance 0, also of empty slots, never matches: the own block
-        # has no replicas.
-        return block, jnp.where(_column(distance[me] == i, home), block[local[me]], slots)
-
-    # Zeros with the varying axes of the weights.
-    slots = jnp.zeros_like(home, shape=(wanted.shape[1], *home.shape[1:]))
-    return jax.lax.fori_loop(1, _farthest(distance, group.axes) + 1, step, (home, slots))[1]
-
-
-def ring_sum(upstream: WeightsOfKind, wanted: Wanted, *, num_home: int, group: Group) -> WeightsOfKind:
-    """Return the addends of `add_at_home`, `[L, ...]`: sums pass the ranks with replicas on a ring and return home."""
-    num_ranks = wanted.shape[0]
-    distance, local = _ring_distance(wanted, num_home), wanted % num_home
-    me = group.me
-    down = [(r, (r - 1) % num_ranks) for r in range(num_ranks)]
-
-    def step(i: Array, sums: WeightsOfKind) -> WeightsOfKind:
-        # Add the farthest replicas first: on arrival a sum has passed every rank between a replica and its home.
-        here = _column(distance[me] == num_ranks - 1 - i, upstream)
-        # A scatter-add, because several slots of a rank may contain experts of one home block.
-        sums = sums.at[local[me]].add(jnp.where(here, upstream, 0).astype(sums.dtype))
-        return jax.lax.ppermute(sums, group.axes, down)
-
-    first = num_ranks - 1 - _farthest(distance, group.axes)
-    return jax.lax.fori_loop(first, num_ranks - 1, step, zero_sums((upstream,), num_home)[0])
-
-
-def _ring_distance(wanted: Wanted, num_home: int) -> Wanted:
-    """Return the steps on the ring from an expert's home to each slot's rank; 0 for empty slots."""
-    num_ranks = wanted.shape[0]
-    ranks = iota(num_ranks)[:, None]
-    return jnp.where(wanted >= 0, (ranks - wanted // num_home) % num_ranks, 0)
-
-
-def _farthest(distance: Wanted, axes: Axes) -> Int[Array, ""]:
-    """Return the largest distance on the ring: 0 without replicas, and so no transfer."""
-    # A permute is one operation of all devices of the mesh. Other groups, with other plans, must run the same number.
-    return largest(distance.max(), axes + other_manual_axes(axes))
-
-
-# ---- ragged_all_to_all ------------------------------------------------------
-def ragged_fetch(home: WeightsOfKind, wanted: Wanted, *, group: Group) -> WeightsOfKind:
-    """Compute `fetch` by one exchange: each replica travels once, as a slice of one expert."""
-    num_ranks, num_replicas = wanted.shape
-    me, num_home = group.me, home.shape[0]
-    owner = owner_of(wanted, num_home)
-    slot = jnp.broadcast_to(iota(num_replicas), wanted.shape)
-    arriving = owner[me][None] == iota(num_ranks)[:, None]
-    return ragged_all_to_all(
-        home,
-        # Empty slots stay uninitialized on GPUs: products skip groups without rows.
-        empty_buffer_after(home, num_replicas),
-        Slices(
-            first=(wanted % num_home).reshape(-1),
-            sent=_ones(owner == me),
-            lands=slot.reshape(-1),
-            arriving=_ones(arriving),
-        ),
-        group,
-        site="replicate",
-    )
-
-
-def ragged_add(
-    sums: Kinds,
-    upstream: Kinds,
-    wanted: Wanted,
-    num_home: int,
-    domain: int,
-    group: Group,
-    in_place: bool = False,
-) -> Kinds:
-    """Compute `add_at_home` by exchanges of exact sizes."""
     if in_place and len(sums) > 1:
         done: list[WeightsOfKind] = []
         for total, kind in zip(sums, upstream, strict=True):
@@ -346,7 +249,7 @@ def ragged_add(
                 # A buffer has room for all replicas of a home. An exchange overlaps with the sums of one earlier array,
                 # so two buffers serve all.
                 done[-2], kind = in_order_on_cuda(done[-2], kind)
-            done += ragged_add((total,), (kind,), wanted, num_home, domain, group, in_place)
+            done += add_at_home((total,), (kind,), wanted, num_home, domain, group, in_place)
         return tuple(done)
     num_replicas = wanted.shape[1]
     me, owner = group.me, owner_of(wanted, num_home)
@@ -383,7 +286,18 @@ def ragged_add(
 
         return replica
 
-    return accumulate_sequentially(sums, wanted, num_home, domain, me, pull, upstream)
+    return accumulate_sequentially(sums, wanted, num_home, domain, group, pull, upstream)
+
+
+def sends_in_place(like: Kinds, topology: Topology) -> bool:
+    """Return whether gradients of replicas travel in place, by the exchange estimated to be fastest."""
+    # In place, each array has an exchange, with one slice per slot of each rank. Otherwise all arrays of all slots,
+    # also of empty ones, are copied side by side, and each rank has one slice. Arrays side by side have one dtype.
+    if len({kind.dtype for kind in like}) > 1:
+        return True
+    peers, num_replicas = topology.num_ranks - 1, like[0].shape[0]
+    forms = (0, len(like) * num_replicas * peers), (sum(kind.nbytes for kind in like), peers)
+    return exchange_path(topology).fastest(forms) == 0
 
 
 def _split(rows: Float[Array, "*B W"], like: Kinds) -> Kinds:
@@ -394,7 +308,3 @@ def _split(rows: Float[Array, "*B W"], like: Kinds) -> Kinds:
 
 def _ones(where: Bool[Array, "R P"]) -> Int[Array, "U"]:
     return where.astype(jnp.int32).reshape(-1)
-
-
-def _column(mask: Bool[Array, "P"], like: WeightsOfKind) -> Array:
-    return mask.reshape(-1, *[1] * (like.ndim - 1))

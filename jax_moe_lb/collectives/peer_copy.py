@@ -292,7 +292,7 @@ def add_pulled(sums: Arrays, slots: Arrays, wanted: Wanted, num_home: int, route
         landed = _both(slots, pulled, no_relay, num_replicas, route)
         return lambda i: tuple(kind[i] for kind in landed)
 
-    return accumulate_sequentially(sums, wanted, num_home, domain, jax.lax.axis_index(route.axis_name), pull, slots)
+    return accumulate_sequentially(sums, wanted, num_home, domain, route.group, pull, slots)
 
 
 # ---- the pair and its gradient --------------------------------------------------

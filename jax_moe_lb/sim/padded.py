@@ -2,8 +2,8 @@
 
 An exchange consists of the permutes of `collectives/permutes.py`, one after the other on all ranks together. A permute
 carries whole steps of `P / R` rows for an operand of `P` rows, as many as its largest pair needs. The operand of the
-way out has all copies of a rank, and that of the way back a receive buffer. Replicas are gathered on a ring, which all
-home experts follow up to the farthest replica.
+way out has all copies of a rank, and that of the way back a receive buffer. Replicas travel in the same way, those of
+each slot in turn, and the gradients return together.
 
 A round takes the next rows of every receiver's stream, and all ranks wait for the last one. The stream is sorted by
 slot, then by source. In two phases static experts come first in the streams of the homes, and of a dynamic expert the
@@ -13,7 +13,7 @@ rows that move on.
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 
 from jax_moe_lb.collectives.permutes import unidirectional_permutes
 from jax_moe_lb.core.plan import Plan
@@ -124,18 +124,18 @@ def _order(last: Bool[np.ndarray, "R X"]) -> Int[np.ndarray, "R X"]:
     return np.argsort(last, axis=1, kind="stable")
 
 
-def farthest_replica(replicas: RowsBetween) -> int:
-    """Return the largest distance on the ring between the home of a replica and its rank; 0 without replicas."""
-    homes, ranks = np.nonzero(replicas)
-    return int(((ranks - homes) % len(replicas)).max(initial=0))
+def replicas_by_slot(plan: Plan) -> RowsByRound:
+    """Count the experts copied from rank to rank for each replica slot."""
+    replicas = plan.placement[:, plan.num_home :]
+    homes = np.where(replicas >= 0, replicas // plan.num_home, -1).T
+    return (homes[:, None] == np.arange(plan.num_ranks)[None, :, None]).astype(np.int64)
 
 
-def ring_experts(num_ranks: int, num_home: int, hops: int, *, back: bool = False) -> Float[np.ndarray, "R R"]:
-    """Compute the experts sent from rank to rank if the home experts of all ranks take some hops on the ring."""
-    sent = np.zeros((num_ranks, num_ranks))
-    ranks = np.arange(num_ranks)
-    sent[ranks, (ranks + (-1 if back else 1)) % num_ranks] = hops * num_home
-    return sent
+def padded_replicas(by_slot: RowsByRound, num_home: int) -> PaddedHop:
+    """Return the experts copied from rank to rank, and the gradients on the way back, with the padding."""
+    out, permutes_out = padded_rows(by_slot, num_home)
+    back, permutes_back = padded_rows(by_slot.sum(0).T[None], max(1, len(by_slot)))
+    return PaddedHop(out, back, permutes_out, permutes_back)
 
 
 def exchange_hops(num_ranks: int, permutes: int, rounds: int) -> float:

@@ -38,8 +38,8 @@ from jax_moe_lb.sim.padded import (
     PaddedHop,
     TurnRows,
     exchange_hops,
-    farthest_replica,
-    ring_experts,
+    padded_replicas,
+    replicas_by_slot,
     rounds_by_share,
     rounds_in_phases,
     rounds_of_copies,
@@ -214,6 +214,7 @@ class _Part:
     waves: list[_PartOfWave]
     weights: np.ndarray
     gradients: np.ndarray
+    by_slot: np.ndarray  # replicas of each slot between the ranks
     arriving: float  # bytes in the memory of the busiest rank for the gradients of replicas
     load: Int[np.ndarray, "R"]
 
@@ -239,7 +240,7 @@ def _part(system: System, model: ModelShape, group: Group, found: HostPlan, wave
     weights, gradients = replicas_between(plan), gradients_between(plan)
     copied = system.replica_slots * joins_weights(system, model, group.cluster)
     arriving = _arriving(gradients, copied, model)
-    return _Part(group, moved, weights, gradients, arriving, load_after)
+    return _Part(group, moved, weights, gradients, replicas_by_slot(plan), arriving, load_after)
 
 
 def _with_padding(
@@ -328,11 +329,11 @@ def _merged(
     for part in parts:
         loads[part.group.ranks] = part.load
     if cluster.communication.padded:
-        parts, messages = _on_rings(parts, cluster, counts.shape[1], model.matrices)
+        parts, hops = _padded_replicas(parts, cluster.num_ranks, counts.shape[1])
     weights = on_links([part.weights for part in parts], float(model.expert_bytes))
     gradients = on_links([part.gradients for part in parts], float(model.expert_gradient_bytes))
     if cluster.communication.padded:
-        weights, gradients = with_messages(weights, messages), with_messages(gradients, messages)
+        weights, gradients = map(with_messages, (weights, gradients), hops)
     return replace(
         shared_work(model, cluster, migration, counts.shape[1], system.dispatch),
         replicate=None if weights.is_empty else weights,
@@ -353,16 +354,12 @@ def _arriving(gradients: np.ndarray, copied_slots: int, model: ModelShape) -> fl
     return max(arriving_bytes(int(sent), int(arriving), copied_slots, model) for sent, arriving in ranks)
 
 
-def _on_rings(parts: list[_Part], cluster: Cluster, num_experts: int, matrices: int) -> tuple[list[_Part], float]:
-    """Return groups whose replicas are gathered on rings, all as long as the longest, and the latencies of a ring."""
-    hops = max(farthest_replica(part.gradients.T) for part in parts)
-
-    def on_ring(part: _Part) -> _Part:
-        size = len(part.group.ranks)
-        sent = ring_experts(size, num_experts // size, hops)
-        return replace(part, weights=sent, gradients=ring_experts(size, num_experts // size, hops, back=True))
-
-    return [on_ring(part) for part in parts], exchange_hops(cluster.num_ranks, matrices * hops, 1)
+def _padded_replicas(parts: list[_Part], num_ranks: int, num_experts: int) -> tuple[list[_Part], tuple[float, float]]:
+    """Return groups with padded transfers of replicas, and the latencies of both ways."""
+    # A permute is one operation of all groups, as long as the largest pair of any group needs.
+    hop = padded_replicas(np.max([part.by_slot for part in parts], 0), num_experts // len(parts[0].group.ranks))
+    hops = tuple(exchange_hops(num_ranks, permutes, 1) for permutes in (hop.permutes_out, hop.permutes_back))
+    return [replace(part, weights=hop.out, gradients=hop.back) for part in parts], hops
 
 
 def _padded_wave(wave: Wave, parts: list[_Part], at: int, cluster: Cluster) -> Wave:

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax_moe_lb.collectives import expert_gather as arrivals
 from jax_moe_lb.collectives import expert_gather as fetch
 from jax_moe_lb.collectives import peer_copy as copies
-from jax_moe_lb.collectives.expert_gather import Group, ragged_add, zero_sums
+from jax_moe_lb.collectives.expert_gather import Group, add_at_home, zero_sums
 from jax_moe_lb.collectives.peer_copy import Route, add_copies_at_home, add_pulled, copy_expert_weights
 from tests.collectives.peer_copy_cases import (
     ALL,
@@ -79,7 +79,7 @@ def test_sums_of_pulled_replicas_have_the_bits_of_sums_at_home(dtype):
 
     def three(slots, wanted):
         zeros = zero_sums((slots,), HOME)
-        (ragged,) = ragged_add(zeros, (slots,), wanted, HOME, RANKS, Group(("expert",)))
+        (ragged,) = add_at_home(zeros, (slots,), wanted, HOME, RANKS, Group(("expert",)))
         return sum_of(slots, wanted), sum_of(slots, wanted, add_pulled), ragged.astype(dtype)
 
     run = over_ranks(three)
@@ -99,7 +99,7 @@ def test_replicas_that_find_no_room_come_home_in_turns(room, monkeypatch):
 
     def both(slots, wanted):
         zeros = zero_sums((slots,), HOME)
-        (ragged,) = ragged_add(zeros, (slots,), wanted, HOME, RANKS, Group(("expert",)))
+        (ragged,) = add_at_home(zeros, (slots,), wanted, HOME, RANKS, Group(("expert",)))
         return sum_of(slots, wanted, add_pulled), ragged.astype(slots.dtype)
 
     run = over_ranks(both)

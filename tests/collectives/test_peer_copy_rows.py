@@ -50,8 +50,8 @@ def both_ways(route=ROUTE, first_row=0):
     def by_exchange(moved, rows, weights):
         room = jnp.zeros((ROOM, 3)), jnp.zeros((ROOM, 1), jnp.bfloat16)
         parts = rows, weights
-        taken = tuple(move(part, moved, window, out, ("expert",)) for part, out in zip(parts, room, strict=True))
-        back = (move_back(t * 2, moved, window, -part, ("expert",)) for t, part in zip(taken, parts, strict=True))
+        taken = tuple(move(part, moved, window, out, ROUTE.group) for part, out in zip(parts, room, strict=True))
+        back = (move_back(t * 2, moved, window, -part, ROUTE.group) for t, part in zip(taken, parts, strict=True))
         return rows[:2], keep(taken, moved, window), tuple(back)
 
     return (

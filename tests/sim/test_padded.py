@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jax_moe_lb import Buffers, exact, plain, ultraep
-from jax_moe_lb.core.plan import plain_plan
+from jax_moe_lb.core.plan import Plan, plain_plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.layer.systems import feplb
 from jax_moe_lb.sim import (
@@ -22,9 +22,9 @@ from jax_moe_lb.sim import (
 from jax_moe_lb.sim.network import busy_s, latency_s, level_seconds
 from jax_moe_lb.sim.padded import (
     PaddedHop,
-    farthest_replica,
+    padded_replicas,
     padded_rows,
-    ring_experts,
+    replicas_by_slot,
     rounds_by_share,
     rounds_of_copies,
 )
@@ -99,17 +99,25 @@ def test_rows_that_move_wait_for_their_home():
     assert phases.stages["experts"].busy_s == pytest.approx(2 * one_wave.stages["experts"].busy_s)
 
 
-def test_home_experts_travel_as_far_as_the_farthest_replica_and_nothing_overlaps():
+def test_replicas_travel_in_padded_steps_and_nothing_overlaps():
     few, many = (simulate(ultraep(), MODEL, PADDED, skewed_counts(MODEL, 4, skew, 1)) for skew in (1.2, 2.5))
-    assert few.stages["weights"].bytes == many.stages["weights"].bytes == 4 * 3 * 2 * MODEL.expert_bytes
+    assert 0 < few.stages["weights"].bytes <= many.stages["weights"].bytes
     assert sum(stage.hidden_s for stage in many.stages.values()) == pytest.approx(0.0, abs=1e-12)
-    even = simulate(ultraep(), MODEL, PADDED, np.full((1, 4, 8), 64, np.int32))
-    assert "weights" not in even.stages
-    replicas = np.zeros((4, 4), int)
-    for home, rank, farthest in ((2, 3, 1), (3, 1, 2), (0, 3, 3)):
-        replicas[home, rank] = 1
-        assert farthest_replica(replicas) == farthest
-    assert ring_experts(4, 2, 2, back=True).tolist() == (4 * np.roll(np.eye(4), -1, 1)).tolist()
+    assert "weights" not in simulate(ultraep(), MODEL, PADDED, np.full((1, 4, 8), 64, np.int32)).stages
+
+
+def test_a_replica_takes_the_permute_of_its_pair_and_its_step():
+    placement = np.array([[0, 1, 6, -1], [2, 3, -1, -1], [4, 5, 0, 1], [6, 7, -1, -1]], np.int32)
+    by_slot = replicas_by_slot(Plan(placement, np.zeros((8, 4), np.int32)))
+    assert by_slot.tolist() == [
+        [[0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]],
+        [[0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
+    ]
+    hop = padded_replicas(by_slot, 2)
+    # Both pairs are in one permute, whose steps have one expert. All of its pairs send in each of its steps.
+    cycle = [[0, 0, 2, 0], [0, 0, 0, 2], [0, 2, 0, 0], [2, 0, 0, 0]]
+    assert (hop.out.tolist(), hop.permutes_out) == (cycle, 2)
+    assert (hop.back.T.tolist(), hop.permutes_back) == (cycle, 2)
 
 
 def test_padding_takes_time():
