@@ -33,7 +33,7 @@ class Transfer:
 
 
 def fair_parts(transfers: Sequence[Transfer]) -> list[float]:
-    """Compute the share of the full speed for each transfer, under max-min fairness."""
+    """Compute the share of the full speed per transfer, under max-min fairness."""
     # All shares rise together; a transfer's share stops when one of its levels is full.
     # Demand of each transfer at full speed per level; 0 for transfers without bytes.
     needs = [[level / max(one.busy_s, TINY) for level in one.level_s] for one in transfers]
@@ -50,7 +50,7 @@ def fair_parts(transfers: Sequence[Transfer]) -> list[float]:
 
 
 def _taken(parts: list[float], needs: list[list[float]]) -> list[float]:
-    """Sum the used share of each level."""
+    """Sum the used share per level."""
     return [sum(part * need[level] for part, need in zip(parts, needs, strict=True)) for level in range(len(needs[0]))]
 
 
@@ -159,7 +159,7 @@ class Timeline:
         return path[::-1]
 
     def exposed_s(self) -> dict[str, float]:
-        """Sum the seconds of each stage on the critical path; all stages sum to the time of the step."""
+        """Sum the seconds per stage on the critical path; all stages sum to the time of the step."""
         exposed: dict[str, float] = defaultdict(float)
         for task, rank in self.critical_path():
             exposed[task.stage] += float(task.end[rank] - task.start[rank])

@@ -289,7 +289,7 @@ class Scheduler:
         return (sends + bool(mark and self.cluster.communication.padded)) * wave.rounds
 
     def _begin(self, wave: Wave, at: int, after: tuple[Task, ...]) -> list[tuple[Task, ...]]:
-        """Add the exchanges of a dispatch that need no plan; return the last task of each chunk."""
+        """Add the exchanges of a dispatch that need no plan; return the last task per chunk."""
         if not wave.early:
             return []
         after = self._permute("", wave, 1, at, after)
