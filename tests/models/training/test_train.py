@@ -19,7 +19,8 @@ from models.run_folder.metrics import RunFolder, router_losses
 from models.train import app
 from models.training.loop import prepare
 from models.training.optimizer import make_schedule
-from models.training.step import make_programs, next_token_loss
+from models.training.step import make_programs
+from tests.models.reference_loss import next_token_loss
 from tests.models.small import CONFIG, CORPUS, on, run
 
 pytestmark = pytest.mark.slow
