@@ -155,6 +155,7 @@ RUNS = (
     Run("compiled.pipeline", refusal=_compilers),
     Run("compiled.smallest_cluster", refusal=_compilers),
     Run("training.generate"),
+    Run("training.published", quick=()),
     Run("training.loading", ("--layers", "4")),
     Run("compiled.memory_model", refusal=_compilers),
     Run("compiled.timeline", refusal=_compilers),
