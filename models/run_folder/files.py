@@ -112,7 +112,7 @@ def damage(checkpoint: Path, limits: FileLimits = FileLimits()) -> str | None:
         # The run was killed before it wrote the checksums. The checkpoint is complete.
         return None
     except LimitError as error:
-        return str(error)
+        return str(error).removeprefix(f"{checkpoint}{os.sep}")
     except (OSError, ValueError):
         return f"{CHECKSUMS} cannot be read"
     differing = [name for name in sorted({*expected, *found}) if expected.get(name) != found.get(name)]

@@ -196,7 +196,8 @@ def write_tokenizer(folder: Path) -> None:
 
 def read_words(folder: Path) -> tuple[list[int], str, int]:
     words = read_tokenizer(folder / "tokenizer.json")
-    tokens = [*encoded(words, "ab cab x <s> abc"), *end_tokens(folder)]
+    tokens = encoded(words, "ab cab x <s> abc")
+    end_tokens(folder)
     return tokens, decoded(words, tokens), TokenizerFile(folder / "tokenizer.json").vocab_size
 
 

@@ -185,7 +185,7 @@ def test_files_of_a_run(run_dir):
         LimitError, match=r"metrics.jsonl': rows of 40 values; expected at most 10\. Pass --file-limits 1 "
     ):
         values.rows("step")
-    with pytest.raises(LimitError, match=r"config.json': a JSON text of \d+ values; expected at most 10"):
+    with pytest.raises(LimitError, match=r"config.json: a JSON text of \d+ values; expected at most 10"):
         values.described()
     with pytest.raises(LimitError, match=r"counts.npz': arrays of 32080 bytes; expected at most 16384"):
         arrays.check_limits()
