@@ -101,7 +101,7 @@ def test_logits_and_gradients(reference, name, mesh, system):
 @pytest.mark.parametrize("name", [name for name in COMBINED if name not in OWN_LAYERS])
 def test_logits(reference, name):
     """`test_logits_and_gradients` of the nightly run compares the gradients."""
-    compare_logits(reference(name), "1x1", "plain", scan_layers=True)
+    compare_logits(reference(name), "1x1", "plain")
 
 
 OTHERS = [name for name in system_names() if name not in ("plain", "exact")]
