@@ -11,7 +11,7 @@ from pathlib import Path
 from jax_moe_lb import exact, use_virtual_cpu_devices
 from models.config import ParallelConfig
 from models.data.chat import ChatTemplate
-from models.data.tokenizers import CheckpointTokenizer
+from models.data.tokenizers import decoded, end_tokens
 from models.mesh import make_mesh
 from models.pretrained.generation import Generator
 from models.pretrained.loading import from_pretrained
@@ -46,10 +46,10 @@ def main(folder):
     app([str(option) for option in [base, *options]], standalone_mode=False)
     tuned = folder / "run" / "model"
     model = from_pretrained(tuned, make_mesh(ParallelConfig(expert_parallel=4)), exact())
-    generate, words, chat = Generator(model), CheckpointTokenizer(tuned), ChatTemplate(tuned)
+    generate, chat = Generator(model), ChatTemplate(tuned)
     for question in (ASKED[0].format("spider"), ASKED[2].format("owl")):
-        (answer,) = generate([chat.question(question)], 48, end_tokens=words.end_tokens)
-        print(question, "->", words.text(answer))
+        (answer,) = generate([chat.question(question)], 48, end_tokens=end_tokens(tuned))
+        print(question, "->", decoded(chat.tokenizer, answer))
 
 
 if __name__ == "__main__":

@@ -45,16 +45,14 @@ class ModelConfig:
     mlp_dim: Annotated[int, "`F`, the inner width of an expert"] = 128
     num_experts: Annotated[int, "`E`, experts per layer"] = 16
     experts_per_token: Annotated[int, "`K`, experts per token"] = 2
-    force_balanced: Annotated[bool, "route round robin, as an upper bound on speed"] = False
     compute_dtype: Annotated[str, "dtype of activations and matrix products, float32 or bfloat16"] = "float32"
-    scan_layers: Annotated[bool, "run the blocks as one `jax.lax.scan`, which compiles once"] = False
     vocab_size: Annotated[int, "vocabulary size (default 256, for bytes, or that of `data.tokenizer`)"] = NUM_BYTES
     remat: Annotated[str | None, 'residuals of a block: "none" for all, "full" for the input, or names to keep'] = None
     z_loss: Annotated[float, "weight of the router z-loss (ST-MoE), usually 1e-3; 0 omits it"] = 0.0
     aux_loss: Annotated[float, "weight of the load-balancing loss (Switch Transformer), usually 1e-2; 0 omits it"] = 0.0
     bias_rate: Annotated[float, "step size of the routing biases (DeepSeek-V3), usually 1e-3; 0 keeps them"] = 0.0
     checkpoint: Annotated[str | None, "folder to tune, or a published model with random parameters"] = None
-    param_dtype: Annotated[str, "dtype of the parameters of a checkpoint, float32 or bfloat16"] = "float32"
+    param_dtype: Annotated[str, "dtype of the parameters, float32 or bfloat16"] = "float32"
     further_weight: Annotated[float, "weight of the multi-token prediction loss, usually 0.3; 0 for none"] = 0.0
 
     def __post_init__(self) -> None:
@@ -66,9 +64,8 @@ class ModelConfig:
             raise ValueError(f"num_heads is {self.num_heads}; expected to divide embed_dim {self.embed_dim} evenly")
         for name in ("compute_dtype", "param_dtype"):
             require_one_of(name, getattr(self, name), COMPUTE_DTYPES)
-        for name, usual in {"param_dtype": "float32", "further_weight": 0.0}.items():
-            if self.checkpoint is None and getattr(self, name) != usual:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected {usual!r} without a checkpoint")
+        if self.checkpoint is None and self.further_weight:
+            raise ValueError(f"further_weight is {self.further_weight!r}; expected 0.0 without a checkpoint")
         names = (*CHECKPOINT_NAMES, "attention", "stream")
         if self.remat not in (None, *REMAT) and not set(self.remat.split(",")) <= set(names):
             raise ValueError(f"remat is {self.remat!r}; expected none, full, or names out of {','.join(names)}")
@@ -104,7 +101,6 @@ class ParallelConfig:
     )
     max_rounds: Annotated[int | None, "maximum rounds compiled into a step; `None` for no limit"] = None
     dispatch: Annotated[str | None, '"direct" or "once"; `None` chooses by `dispatch_by_rule`'] = None
-    fsdp: Annotated[bool, "split matrices and their optimizer state over `data_parallel`, too"] = False
     stages: Annotated[int, "pipeline stages of a checkpoint's layers with experts; 1 for no pipeline"] = 1
     repeats: Annotated[int, "times a microbatch passes each stage; a stage then has this many blocks of layers"] = 1
     microbatches: Annotated[int | None, "microbatches in the pipeline, a multiple of `stages`, the default"] = None
@@ -115,8 +111,6 @@ class ParallelConfig:
         require_positive(self, "data_parallel", "expert_parallel", "max_rounds", "ranks_per_domain")
         if self.dispatch is not None:
             require_one_of("dispatch", self.dispatch, tuple(DISPATCHES))
-        if self.fsdp and self.data_parallel == 1:
-            raise ValueError("fsdp is set, but data_parallel is 1; expected at least 2 groups to split over")
         if self.ranks_per_domain is not None and self.expert_parallel % self.ranks_per_domain:
             expected = f"a divisor of expert_parallel {self.expert_parallel}"
             raise ValueError(f"ranks_per_domain is {self.ranks_per_domain}; expected {expected}")
@@ -293,11 +287,6 @@ class TrainConfig:
             raise ValueError(f"parallel.stages is {parallel.stages}; expected 1 without model.checkpoint")
         if self.lora.rank and self.model.checkpoint is None:
             raise ValueError(f"lora.rank is {self.lora.rank}; expected 0 without model.checkpoint")
-        if parallel.fsdp and self.model.embed_dim % parallel.data_parallel:
-            raise ValueError(
-                f"parallel.fsdp is set with data_parallel {parallel.data_parallel}; expected a divisor of "
-                f"model.embed_dim {self.model.embed_dim}"
-            )
 
     @property
     def num_microbatches(self) -> int:
@@ -312,7 +301,7 @@ class TrainConfig:
 
 QWEN3_30B: dict[str, Any] = {"embed_dim": 2048, "num_heads": 16, "mlp_dim": 768, "num_experts": 128}
 REFERENCE = TrainConfig(
-    model=ModelConfig(4, **QWEN3_30B, experts_per_token=8, compute_dtype="bfloat16", scan_layers=True),
+    model=ModelConfig(4, **QWEN3_30B, experts_per_token=8, compute_dtype="bfloat16"),
     batch=BatchConfig(size=8, sequence_length=4096),
     optimizer=OptimizerConfig(learning_rate=3e-4),
 )
@@ -334,10 +323,3 @@ TUNING = TrainConfig(
 # parameters and trains on twice as much text. `reference` has four layers with the sizes of Qwen3-30B-A3B, for eight
 # accelerators with 4096 tokens each; most measurements of compiled programs use it.
 PRESETS = {"tiny": TrainConfig(), "small": SMALL, "reference": REFERENCE}
-
-
-def preset(name: str) -> TrainConfig:
-    """Return the preset called `name`."""
-    if name not in PRESETS:
-        raise ValueError(f"preset is {name!r}; expected one of {', '.join(sorted(PRESETS))}")
-    return PRESETS[name]

@@ -15,7 +15,7 @@ from jax_moe_lb.layer.systems import system_names
 from models.config import ParallelConfig
 from models.console import USER_ERRORS, FileLimitsOption, say
 from models.data.chat import MESSAGES_FIELD, ChatTemplate, conversation_in, read_variables
-from models.data.tokenizers import CheckpointTokenizer
+from models.data.tokenizers import decoded, encoded, end_tokens, read_tokenizer
 from models.mesh import make_mesh, make_system, offer_cpu_devices
 from models.pretrained.generation import Generator, Sampling
 from models.pretrained.loading import from_pretrained
@@ -24,9 +24,8 @@ from models.run_folder.metrics import CountsTrace
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # last character of a text whose last character has further tokens
 
 
-def _text(words: CheckpointTokenizer, stop: list[str], tokens: list[int]) -> str:
-    """Return the text of tokens, up to and excluding the first of the texts that end it."""
-    text = words.text(tokens)
+def _until(stop: list[str], text: str) -> str:
+    """Return a text up to and excluding the first of the texts that end it."""
     return text[: min((at for at in map(text.find, stop) if at >= 0), default=len(text))]
 
 
@@ -42,17 +41,6 @@ class Printer:
         until = len(text) if is_last else max(len(text.rstrip(INCOMPLETE)) - self.held, self.num_printed)
         print(text[self.num_printed : until], end="\n" if is_last else "", flush=True)
         self.num_printed = until
-
-
-def _prompts(
-    template: ChatTemplate | None, texts: list[str], messages: Path | None, limits: FileLimits
-) -> list[list[int]] | None:
-    """Return the tokens of questions or of a conversation, `None` without a chat template."""
-    if template is None:
-        return None
-    if messages is None:
-        return [template.question(text) for text in texts]
-    return [template.prompt(*conversation_in(_conversation(messages, limits)))]
 
 
 def _conversation(path: Path, limits: FileLimits) -> dict[str, Any]:
@@ -118,26 +106,32 @@ def main(
         is_chat = chat or messages is not None
         if template_set and not is_chat:
             raise ValueError(f"template_set is {template_set[0]!r}; expected --chat or --messages with it")
-        fixed = read_variables(template_set or ())
-        asked = _prompts(ChatTemplate(checkpoint, limits, fixed=fixed) if is_chat else None, texts, messages, limits)
+        asked = None
+        if is_chat:
+            template = ChatTemplate(checkpoint, limits, fixed=read_variables(template_set or ()))
+            asked = [template.question(text) for text in texts]
+            asked += [] if messages is None else [template.prompt(*conversation_in(_conversation(messages, limits)))]
         offer_cpu_devices(parallel.num_shards)
-        words, trace = CheckpointTokenizer(checkpoint, limits), CountsTrace()
+        tokenizer, trace = read_tokenizer(checkpoint / "tokenizer.json", limits), CountsTrace()
         balancing = make_system(parallel)
         model = from_pretrained(
             checkpoint, make_mesh(parallel), balancing, compute_dtype=dtype, param_dtype=dtype, limits=limits
         )
-        tokens = [words.tokens(text) for text in texts] if asked is None else asked
-        text_of = partial(_text, words, stop or [])
+        tokens = [encoded(tokenizer, text) for text in texts] if asked is None else asked
+        whole, until = partial(decoded, tokenizer), partial(_until, stop or [])
         held = max((len(text) - 1 for text in stop or ()), default=0)
-        printers = [Printer(text, text_of, held) for text in (texts if asked is None else [""] * len(asked))]
+        printers = [
+            Printer(text, lambda line: until(whole(line)), held)
+            for text in (texts if asked is None else [""] * len(asked))
+        ]
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: say(f"warning: {message}")
             new = Generator(model)(
                 tokens,
                 max_new_tokens,
                 sampling,
-                end_tokens=words.end_tokens,
-                stop=(lambda line: text_of(line) != words.text(line)) if stop else None,
+                end_tokens=end_tokens(checkpoint, limits),
+                stop=(lambda line: until(whole(line)) != whole(line)) if stop else None,
                 show=(lambda lines: printers[0].show(lines[0])) if stream else None,
                 tell=trace.add,
             )

@@ -37,16 +37,11 @@ def make_mesh(parallel: ParallelConfig) -> Mesh:
             f"expected a product of {len(devices)}, the {devices[0].platform} devices here"
         )
     if jax.process_count() > 1 and devices[0].platform == "cpu":
-        _leave_compilation_cache()
+        # XLA stores a program for CPUs without the order of collectives inside of a loop to those outside. Processes
+        # that read it from the persistent cache run them in different orders, and wait for each other.
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()
     return mesh_from(devices[: parallel.num_shards], parallel)
-
-
-def _leave_compilation_cache() -> None:
-    """Compile all later programs instead of reading them from JAX's persistent compilation cache."""
-    # XLA stores a program for CPUs without the order of collectives inside of a loop to those outside. Processes that
-    # read it run them in different orders, and wait for each other.
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
 
 
 def mesh_from(devices: Sequence[Any], parallel: ParallelConfig) -> Mesh:

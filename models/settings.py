@@ -6,7 +6,6 @@ All functions iterate over dataclass fields, so a new field of a section becomes
 import dataclasses
 import difflib
 import re
-import textwrap
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -66,7 +65,19 @@ def _with_system_options(given: Given) -> Given:
 
 def read_mesh(text: str) -> Given:
     """Parse the option `--mesh`."""
-    return {"parallel": _pairs(f"--mesh {text}", text, MESH_AXES)}
+    values: Given = {}
+    for pair in text.split(","):
+        axis, equals, value = pair.partition("=")
+        if not equals or axis not in MESH_AXES:
+            raise ValueError(
+                f"--mesh {text}: key is {shown(axis)}; expected KEY=VALUE, a key of {', '.join(MESH_AXES)}"
+            )
+        try:
+            key = MESH_AXES[axis]
+            values[key] = _converted(f"parallel.{key}", _kinds(ParallelConfig)[key], value)
+        except ValueError as error:
+            raise ValueError(f"--mesh {text}: {error}") from error
+    return {"parallel": values}
 
 
 def read_file(path: Path, limits: FileLimits = FileLimits()) -> Given:
@@ -139,15 +150,6 @@ def list_keys(config: TrainConfig) -> str:
     return "\n".join("  ".join([*map(str.ljust, row[:3], widths), row[3]]).rstrip() for row in rows)
 
 
-def describe_sections() -> str:
-    """Return the sections and their keys, as the end of `--help`."""
-    width = max(map(len, _sections())) + 4
-    rows = ((f"  {section:<{width - 2}}{' '.join(_kinds(kind))}") for section, kind in _sections().items())
-    lines = [textwrap.fill(row, 78, subsequent_indent=" " * width, break_on_hyphens=False) for row in rows]
-    # The escape \b keeps click from rewrapping the lines.
-    return "\b\nSections and keys of --set (types, values and meanings: --set list):\n" + "\n".join(lines)
-
-
 def _sections() -> dict[str, Any]:
     return {name: kind for name, kind in _kinds(TrainConfig).items() if dataclasses.is_dataclass(kind)}
 
@@ -158,20 +160,6 @@ def _kinds(kind: type) -> dict[str, Any]:
         return {}
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
-
-
-def _pairs(option: str, text: str, names: Mapping[str, str]) -> Given:
-    """Parse `key=value,key=value` into fields of `ParallelConfig`, with the key names of the option."""
-    kinds, values = _kinds(ParallelConfig), {}
-    for pair in text.split(","):
-        key, equals, value = pair.partition("=")
-        if not equals or key not in names:
-            raise ValueError(f"{option}: key is {shown(key)}; expected KEY=VALUE, a key of {', '.join(names)}")
-        try:
-            values[names[key]] = _converted(f"parallel.{names[key]}", kinds[names[key]], value)
-        except ValueError as error:
-            raise ValueError(f"{option}: {error}") from error
-    return values
 
 
 def _of_mapping(kind: type, found: Any, prefix: str) -> Given:

@@ -52,7 +52,7 @@ RESUME = "Continue from the newest checkpoint, with its mesh and system unless g
 DISTRIBUTED = "Join other processes; --set multi_process.KEY=VALUE overrides the detection."
 DRY_RUN = "Compile the training step for a target such as h100:1x8, without training."
 LOGGER = "tensorboard (event files in the run folder) or wandb=PROJECT; repeatable."
-SET = f"Value of a key of the sections below; repeatable, the last one counts. --set {LIST} prints all keys."
+SET = f"Value of a key; repeatable, the last one counts. --set {LIST} prints all keys."
 NEWEST, AUTO = "newest", "auto"  # values of `--resume`
 
 
@@ -67,7 +67,7 @@ class TrainCommand(CheckedCommand):
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
-@app.command(cls=TrainCommand, epilog=settings.describe_sections())
+@app.command(cls=TrainCommand)
 def train(
     config: Annotated[str, typer.Argument(help=CONFIG, metavar="CONFIG")] = "tiny",
     system: Annotated[str | None, typer.Option(metavar="NAME[:KEY=VALUE,...]", help=SYSTEM)] = None,

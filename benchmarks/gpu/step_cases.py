@@ -58,7 +58,7 @@ class StepCase:
         """Sizes of the model."""
         raw = PUBLISHED[self.model] | {"num_hidden_layers": self.layers} | dict(self.fields)
         dtypes = {"compute_dtype": self.compute_dtype, "param_dtype": self.param_dtype}
-        return configured(Fields(json.dumps(raw)), scan_layers=True, **dtypes)
+        return configured(Fields(json.dumps(raw)), **dtypes)
 
     @property
     def config(self) -> TrainConfig:

@@ -46,26 +46,15 @@ CLEARLY = 1.2
 
 def body(rank: Rank, num_tokens: int, inner: int, repeats: int) -> list[dict[str, Any]]:
     """Time every program at every rate on all ranks; rank 0 also sets the rate and reads the counters."""
-    from benchmarks.network.jax_ranks import check_same_program, timed_step
+    from benchmarks.network.jax_ranks import timed_at
     from benchmarks.network.layer import CHOICES, Sizes, jitted_step
 
     sizes, records = Sizes(num_tokens, WIDTH, inner), []
     for choice in CHOICES:
-        step, args = jitted_step(choice, sizes)
-        lowered = step.lower(*args)
-        check_same_program(lowered.as_text())
-        program = lowered.compile()
-        timed_step(rank, program, args)
-        record = {"sizes": dataclasses.asdict(sizes), "choice": dataclasses.asdict(choice), "at": {}}
-        for rate in (None, *RATES_BITS_PER_S):
-            if rank.index == 0:
-                rank.network.set_rate(rate)
-            times_s, sent_bytes = zip(*(timed_step(rank, program, args) for _ in range(repeats)), strict=True)
-            record["at"][str(rate)] = {"seconds": times_s, "sent_bytes": sent_bytes}
-        if rank.index == 0:
-            rank.network.set_rate(None)
-            print(f"T {num_tokens}, F {inner}, {choice}", flush=True)
-        records.append(record)
+        label = f"T {num_tokens}, F {inner}, {choice}"
+        times = timed_at(rank, *jitted_step(choice, sizes), (None, *RATES_BITS_PER_S), repeats, label)
+        at = {str(rate): {"seconds": seconds, "sent_bytes": sent} for rate, (seconds, sent) in times.items()}
+        records.append({"sizes": dataclasses.asdict(sizes), "choice": dataclasses.asdict(choice), "at": at})
     return records
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 # Import everything before forking; imports do not start a backend.
@@ -73,6 +73,30 @@ def check_same_program(lowered_text: str) -> None:
 def barrier(name: str) -> None:
     """Wait for all ranks."""
     multihost_utils.sync_global_devices(name)
+
+
+Timed = tuple[list[float], list[list[int]]]
+"""Seconds of steps, and on rank 0 the bytes sent by each side of a counted link in each."""
+
+
+def timed_at(
+    rank: Rank, step: Any, args: tuple, rates: Sequence[float | None], repeats: int, label: str
+) -> dict[float | None, Timed]:
+    """Compile a step, the same on all ranks, and time it with every rate of the links, which rank 0 sets."""
+    lowered = step.lower(*args)
+    check_same_program(lowered.as_text())
+    program = lowered.compile()
+    timed_step(rank, program, args)
+    found: dict[float | None, Timed] = {}
+    for rate in rates:
+        if rank.index == 0:
+            rank.network.set_rate(rate)
+        seconds, sent_bytes = zip(*(timed_step(rank, program, args) for _ in range(repeats)), strict=True)
+        found[rate] = list(seconds), list(sent_bytes)
+    if rank.index == 0:
+        rank.network.set_rate(None)
+        print(label, flush=True)
+    return found
 
 
 def timed_step(rank: Rank, program: Callable[..., Any], args: tuple) -> tuple[float, list[int]]:

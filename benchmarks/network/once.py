@@ -103,26 +103,14 @@ def step_of(kind: str, name: str) -> tuple[Any, tuple]:
 
 def body(rank: Rank, routings: list[str], repeats: int) -> list[dict[str, Any]]:
     """Time every program at every rate on all ranks; rank 0 also sets the rate and reads the counters."""
-    from benchmarks.network.jax_ranks import check_same_program, timed_step
+    from benchmarks.network.jax_ranks import timed_at
 
     found = []
     for kind in routings:
         for name in DISPATCHES:
-            step, args = step_of(kind, name)
-            lowered = step.lower(*args)
-            check_same_program(lowered.as_text())
-            program = lowered.compile()
-            timed_step(rank, program, args)
-            times, sent = [], []
-            for rate in RATES_BITS_PER_S:
-                if rank.index == 0:
-                    rank.network.set_rate(rate)
-                seconds, sent_bytes = zip(*(timed_step(rank, program, args) for _ in range(repeats)), strict=True)
-                times.append(seconds)
-                sent += [max(of_nodes, default=0) for of_nodes in sent_bytes]
-            if rank.index == 0:
-                rank.network.set_rate(None)
-                print(f"{kind}, {name}", flush=True)
+            timed = timed_at(rank, *step_of(kind, name), RATES_BITS_PER_S, repeats, f"{kind}, {name}")
+            times = [seconds for seconds, _ in timed.values()]
+            sent = [max(of_nodes, default=0) for _, steps in timed.values() for of_nodes in steps]
             found.append({"routing": kind, "dispatch": name, "seconds": times, "sent_bytes": sent})
     return found
 

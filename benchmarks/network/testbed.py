@@ -24,7 +24,7 @@ from benchmarks.network.launch import Rank
 from benchmarks.network.quota import CpuGroup, cpu_groups
 from benchmarks.network.replayed import OWN, Replayed
 from benchmarks.network.topologies import Rails, TwoDatacenters
-from jax_moe_lb import Stats, System, TopK, Topology, compiler_options, exact, plain, ultraep
+from jax_moe_lb import Stats, System, TopK, Topology, compiler_options, exact, plain, relocate, ultraep
 from jax_moe_lb.layer.systems import feplb, hybridep, two_tier
 from jax_moe_lb.nn.variables import RouterBias
 from jax_moe_lb.transport import ExpertDomains, GatherExpertDomain, hybrid_mesh
@@ -34,9 +34,9 @@ from models.data.marks import num_predicted
 from models.decoder.model import Decoder
 from models.mesh import make_mesh, place_batch, placed_shapes, state_shardings
 from models.training.optimizer import apply_gradients, make_optimizer
-from models.training.resume import moved_state
 from models.training.source import preset_config
-from models.training.step import loss_and_gradients, next_token_loss
+from models.training.step import loss_and_gradients
+from tests.models.reference_loss import next_token_loss
 
 NUM_RANKS, CORES = 4, 0.35
 
@@ -137,7 +137,7 @@ class Program:
         state = placed_shapes(shapes, shardings)
         self.lowered = jitted.lower(state, tokens, [self.placed[OWN]] * config.model.num_layers)
         self.program = self.lowered.compile()
-        self.move = jax.jit(moved_state, out_shardings=shardings, donate_argnums=0)
+        self.move = jax.jit(_moved, out_shardings=shardings, donate_argnums=0)
 
     @property
     def memory_bytes(self) -> int:
@@ -210,13 +210,22 @@ def _functions(
             counts = num_predicted(tokens)
             loss, stats, gradients = loss_and_gradients(model, nnx.Param, next_token_loss, tokens, counts, 1, mesh)
         apply_gradients(model, optimizer, gradients)
-        if system.relocates:
-            model.update_loads(stats)
-        if case.bias_rate:
-            model.update_bias(stats, case.bias_rate)
+        for layer, block in enumerate(model.blocks if system.relocates or case.bias_rate else ()):
+            one = jax.tree.map(lambda leaf, layer=layer: leaf[layer], stats)
+            if system.relocates:
+                block.moe.update_loads(one)
+            if case.bias_rate:
+                block.moe.update_bias(one, case.bias_rate)
         return nnx.state((model, optimizer)), loss, stats
 
     return lambda seed: nnx.state(create(seed)), step, lambda state: nnx.merge(graph, state)[0]
+
+
+def _moved(state: nnx.State, permutation: jax.Array) -> nnx.State:
+    """Permute the experts of each layer in the state of `(model, optimizer)`."""
+    moved = relocate(state[0], state[1], permutation)
+    whole: nnx.State = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(moved))
+    return whole
 
 
 def _loss_without_experts(model: Decoder, tokens: jax.Array) -> jax.Array:

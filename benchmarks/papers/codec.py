@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from benchmarks.render.results import Table, Value, picture_file
 from jax_moe_lb import Buffers, Topology, plain, use_virtual_cpu_devices
 from jax_moe_lb.transport import Codec, CodecBase, ExpertDomains, GatherExpertDomain, hybrid_mesh
-from models.config import TrainConfig, preset
+from models.config import PRESETS, TrainConfig
 from models.data.corpus import Corpus
 from models.data.sources import default_corpus
 from models.mesh import make_mesh, place_batch
@@ -122,7 +122,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     use_virtual_cpu_devices(8)
-    base = preset("tiny")
+    base = PRESETS["tiny"]
     whole = make_mesh(base.parallel)
     mesh = hybrid_mesh(whole, {"expert": given.domain_size})
     domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(whole))

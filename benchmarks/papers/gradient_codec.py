@@ -17,7 +17,7 @@ from benchmarks.papers.codec import train_from
 from benchmarks.render.results import Table, Value
 from jax_moe_lb import Buffers, Topology, plain, use_virtual_cpu_devices
 from jax_moe_lb.transport import Codec, ExpertDomains, GatherExpertDomain, hybrid_mesh
-from models.config import TrainConfig, preset
+from models.config import PRESETS, TrainConfig
 from models.data.corpus import Corpus
 from models.data.sources import default_corpus
 from models.mesh import make_mesh
@@ -83,6 +83,6 @@ def options(parser: argparse.ArgumentParser) -> None:
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     use_virtual_cpu_devices(NUM_DEVICES)
     sizes = {**SIZES, "steps": given.steps, "optimizer": {"warmup_steps": given.steps // 20}}
-    config = updated(preset("tiny"), sizes)
+    config = updated(PRESETS["tiny"], sizes)
     corpus = default_corpus(config.data.max_corpus_bytes)
     return {"losses": table(config, given.codecs, corpus, given.seeds)}

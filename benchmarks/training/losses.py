@@ -17,7 +17,7 @@ from benchmarks.render.results import Table, spread
 from jax_moe_lb import System, use_virtual_cpu_devices
 from jax_moe_lb.layer.systems import system_named, system_names
 from jax_moe_lb.transport import QuantizedTransfer
-from models.config import TrainConfig, preset
+from models.config import PRESETS, TrainConfig
 from models.data.corpus import Corpus
 from models.data.sources import default_corpus
 from models.mesh import make_mesh, place_batch
@@ -78,7 +78,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
-    config = dataclasses.replace(preset("tiny"), steps=given.steps)
+    config = dataclasses.replace(PRESETS["tiny"], steps=given.steps)
     use_virtual_cpu_devices(config.parallel.num_shards)
     corpus = default_corpus(config.data.max_corpus_bytes)
     plain = train(config, corpus, "plain")

@@ -27,7 +27,7 @@ FACTORS = (0.5, 1, 2, 4)
 """Tested multiples of the tokens per rank."""
 
 MOST_CHOICES = 3
-"""Number of choices tested for each size, beside plain."""
+"""Number of choices tested per size, beside plain."""
 
 
 @dataclass(frozen=True)

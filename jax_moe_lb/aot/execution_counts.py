@@ -1,4 +1,4 @@
-"""Number of executions of each instruction of a program, and waits between host and device.
+"""Number of executions per instruction of a program, and waits between host and device.
 
 The trip count of a loop comes from the compiler or from the condition, and is 1 if neither gives it. Loops in
 `IDLE_SCOPE` count 0. TPU compilers state no trip count, but their loops count from one constant to another. For a
@@ -186,7 +186,7 @@ class Launches:
 
 
 def launches(sequence: str, metadata: str) -> Launches:
-    """Read the launches of each instruction."""
+    """Read the launches per instruction."""
     names = {int(number): name for name, number in NAMED.findall(metadata) if number}
     kernels: Counter[str] = Counter()
     inside: set[str] = set()

@@ -219,7 +219,7 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> dict[str, list[tuple[Instruction, int]]]:
-        """Users of each instruction, with the number of the operand."""
+        """Users per instruction, with the number of the operand."""
         users: dict[str, list[tuple[Instruction, int]]] = {name: [] for name in self.instructions}
         for instruction in self:
             for number, name in enumerate(instruction.operands):

@@ -66,7 +66,7 @@ class ListLoad:
         )
 
     def bytes_of(self, hop: int, i: int, nbytes: int, *, is_back: bool) -> list[Int[np.ndarray, "P P 1"]]:
-        """Return the bytes between the ranks of each group in one exchange."""
+        """Return the bytes between the ranks per group in one exchange."""
         one, rows = self.hops[hop], self.hops[hop].rows
         width = nbytes // (one.received if is_back else one.sent)
         chunks = one.chunks
@@ -84,5 +84,5 @@ def part_of_round(rows: Int[np.ndarray, "..."], i: int, rounds: int) -> Int[np.n
 
 
 def _inside(rows: Int[np.ndarray, "R R"], groups: Int[np.ndarray, "G P"]) -> Int[np.ndarray, "G P P"]:
-    """Return the rows between the ranks of each group."""
+    """Return the rows between the ranks per group."""
     return rows[groups[:, :, None], groups[:, None]]

@@ -38,11 +38,11 @@ class LayerLoad:
 
     Args:
         name: Text of the load, such as `zipf:1.0`.
-        waves: Rows of each exchange from home to slots: one exchange, or two phases.
+        waves: Rows per exchange from home to slots: one exchange, or two phases.
         copies: Token copies `T * K` of a rank.
         capacity: Rows `A` of a rank in one round.
         plan: Plan of the layer.
-        moved_on: `[R, S]`, rows of each home slot that the second wave serves on other ranks, the last rows of the
+        moved_on: `[R, S]`, rows per home slot that the second wave serves on other ranks, the last rows of the
             stream of their home; None (default) for one wave.
         lists: rows of a dispatch in lists; None (default) for token copies.
 
@@ -73,7 +73,7 @@ class LayerLoad:
             system: System of the program.
             sizes: Sizes of the layer.
             topology: Ranks of the layer.
-            counts: `[R, E]` int32, token copies from each rank to each expert.
+            counts: `[R, E]` int32, token copies by source rank and expert.
             name: Name in tables.
 
         Raises:
@@ -153,7 +153,7 @@ class LayerLoad:
         return {"home_wave": home, "moved_wave": moved}.get(part, home + moved)
 
     def _passed(self, moved_on: Int[np.ndarray, "R S"], rounds: int) -> Int[np.ndarray, "R 2 S"]:
-        """Return the rows of each home slot in the first rounds: those that stay, and those that move."""
+        """Return the rows per home slot in the first rounds: those that stay, and those that move."""
         # Rows that stay are the first ones of a stream.
         parts = np.stack([self.waves[0].sum(0) - moved_on, moved_on], 1)
         rows = parts.reshape(len(parts), -1)

@@ -88,7 +88,7 @@ def _live_at_peak(live_ranges: str) -> list[tuple[str, str, str]]:
 
 
 def _temporaries(assignment: str, fast_spaces: frozenset[int]) -> dict[str, tuple[str, str] | None]:
-    """Return allocation and offset of each temporary by name; None if the dump has no offset."""
+    """Return allocation and offset per temporary by name; None if the dump has no offset."""
     places: dict[str, tuple[str, str] | None] = {}
     allocation, is_temporary = "", False
     for line in assignment.splitlines():

@@ -189,7 +189,7 @@ class OperationTime:
         return max(times, key=lambda estimate: estimate.seconds)
 
     def _in_groups(self, one: ScheduledOperation, shape: ExchangeShape, i: int) -> list[UpdateBytes]:
-        """Return the bytes of each update in every group of ranks; of one group if all groups are equal."""
+        """Return the bytes per update in every group of ranks; of one group if all groups are equal."""
         lists = self.load.lists if self.load else None
         if lists is not None and not one.stage.endswith("replicate"):
             hop = len(lists.hops) - 1 if "expert" in (shape.axes or ("expert",)) else 0
@@ -215,7 +215,7 @@ class OperationTime:
         return np.full(slices, nbytes // (shape.num_ranks * shape.updates), np.int64)
 
     def _sent(self, one: ScheduledOperation, shape: ExchangeShape, i: int) -> UpdateBytes | None:
-        """Return the bytes of each update under the load; None for an exchange of another form."""
+        """Return the bytes per update under the load; None for an exchange of another form."""
         load = self.load
         if load is None or shape.num_ranks != load.plan.num_ranks:
             return None
@@ -238,7 +238,7 @@ class OperationTime:
         return None if fitted is None else fitted * unit
 
     def _replicas(self, load: LayerLoad, shape: ExchangeShape) -> tuple[np.ndarray | None, int]:
-        """Return the experts of each update and the bytes of one: weights from home, or gradients to home."""
+        """Return the experts per update and the bytes of one: weights from home, or gradients to home."""
         home, slots = load.plan.num_home, load.replicas.shape[2]
         if not slots:
             return None, 0

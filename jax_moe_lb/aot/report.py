@@ -69,7 +69,7 @@ class ProgramReport:
         hbm_bytes: Bytes read from and written to device memory by all operations.
         operations: Operations with the most memory traffic, largest first.
         collectives: Collectives by kind and mesh axes.
-        custom_calls: Number of executions of each custom call, by target.
+        custom_calls: Number of executions per custom call, by target.
         host_waits: Number of waits of a GPU's host for the GPU and of a GPU for a planner on its host, or of a TPU for
             its host; None if the compiler does not state it.
         compile_s: Seconds of tracing and compilation.

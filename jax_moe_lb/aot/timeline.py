@@ -135,7 +135,7 @@ def _sums(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 @dataclass
 class _Walk:
-    """Clock of each stream while a schedule runs."""
+    """Clock per stream while a schedule runs."""
 
     time: OperationTime
     now: float = 0.0

@@ -40,7 +40,7 @@ class LayerCost:
         slot_copies: time of the products of a slot beyond its tokens, in token copies.
         max_rows: maximum number of token copies that a rank can serve, in all its rounds; `None` for any number.
         round_rows: token copies that a rank serves in one round; `None` for any number.
-        round_s: seconds of each round after the first beyond its token copies.
+        round_s: seconds per round after the first beyond its token copies.
         relays: `min_replicas`, `max_relays` and `min_gain` of `transport.Relay`, which forwards weights of replicas;
             `None` if all copies come from home.
         device: kind of the device of the ranks, a file of `core/devices`; `None` if it has no rates.
@@ -144,7 +144,7 @@ class Balancer(abc.ABC):
         """Edit the plan for this microbatch.
 
         Args:
-            counts: `[R, E]` int32, the token copies routed from each rank to each expert; a NumPy array on the host,
+            counts: `[R, E]` int32, the token copies by source rank and expert; a NumPy array on the host,
                 traced in a program.
             plan: plan legal for `counts`; plain expert parallelism unless another balancer came first.
             topology: topology of the group, with the domains and nodes.
@@ -223,7 +223,7 @@ class Chain(Balancer):
     balancers: tuple[Balancer, ...]
 
     def init(self, counts_shape: tuple[int, int]) -> tuple[State, ...]:
-        """Return a tuple with the initial state of each balancer."""
+        """Return a tuple with the initial state per balancer."""
         return tuple(balancer.init(counts_shape) for balancer in self.balancers)
 
     def sized(self, facts: LayerCost) -> "Chain":

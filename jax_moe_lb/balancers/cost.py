@@ -73,7 +73,7 @@ class Cost:
         num_copies: mean load of a rank. `None` (default) takes that of the layer.
         round_rows: token copies that a rank serves in one round, at least 1. `None` (default) takes those of the layer;
             any number if they are unknown.
-        round_s: seconds of each round after the first beyond its token copies. `None` (default) takes those of the
+        round_s: seconds per round after the first beyond its token copies. `None` (default) takes those of the
             layer; 0 if they are unknown.
         relays: `min_replicas`, `max_relays` and `min_gain` of `transport.Relay`: relays then forward the weights of an
             expert with many replicas, and gradients return to the home directly. `None` (default) takes those of the
@@ -334,7 +334,7 @@ def slowest_bytes_per_s(topology: Topology, domain: int) -> float:
 
 
 def received(plan: Plan) -> Int[AnyArray, "R"]:
-    """Return the number of replicas of each rank, int32."""
+    """Return the number of replicas per rank, int32."""
     return (plan.placement[:, plan.num_home :] >= 0).sum(1, dtype=np.int32)
 
 

@@ -49,7 +49,7 @@ def no_history(num_experts: int) -> History:
 
 
 def mean(history: History, every: int) -> Int[AnyArray, "E"]:
-    """Return the tokens of each expert per step, `[E]` int32, rounded down; call it after `every` steps."""
+    """Return the tokens per expert per step, `[E]` int32, rounded down; call it after `every` steps."""
     return history.whole + history.rest // every
 
 
@@ -217,7 +217,7 @@ class EPLBPlus(Balancer):
     """
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """Plan each domain separately; see `Balancer.rebalance`."""
+        """Plan the domains separately; see `Balancer.rebalance`."""
         del topology
         placement, quota = eplb_plus(counts.sum(0, dtype=jnp.int32), plan.placement, plan.domain)
         return replace(plan, placement=placement, quota=quota), state

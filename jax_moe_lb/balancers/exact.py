@@ -110,7 +110,7 @@ class Exact(Balancer):
         return (self._planned(counts, plan), 1) if plans is None else plans.on_host(counts, plan)
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """Plan each domain separately; see `Balancer.rebalance`.
+        """Plan the domains separately; see `Balancer.rebalance`.
 
         Raises:
             ValueError: with a required `cost`, the topology lacks a rate, or the plan has relays or rails.

@@ -112,7 +112,7 @@ class FasterMoE(Balancer):
         return slowest_bytes_per_s(topology, domain) if known else NVLINK_BYTES_PER_S
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """Plan each domain separately; see `Balancer.rebalance`."""
+        """Plan the domains separately; see `Balancer.rebalance`."""
         least = self.min_saved(topology, plan.domain)
         placement, quota = fastermoe(plan.placement, plan.quota, counts, plan.domain, least)
         return replace(plan, placement=placement, quota=quota), state

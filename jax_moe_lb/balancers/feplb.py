@@ -76,13 +76,13 @@ class FEPLB(Balancer):
         check_options(self.num_dynamic, self.max_num_dyn, self.tau)
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """Plan each domain separately; see `Balancer.rebalance`."""
+        """Plan the domains separately; see `Balancer.rebalance`."""
         del counts, topology
         placement, quota = edit(self.native_planner(plan.domain), plan.placement, plan.quota)
         return replace(plan, placement=placement, quota=quota), state
 
     def dynamic(self, plan: Plan) -> Bool[AnyArray, "E"]:
-        """Return the busiest experts of each rank and all experts with replicas; see `Balancer.dynamic`."""
+        """Return the busiest experts per rank and all experts with replicas; see `Balancer.dynamic`."""
         expert = iota(plan.num_experts)
         served = jnp.asarray(plan.quota)[expert, expert // plan.num_home]
         busiest = dynamic_experts(served.reshape(plan.num_ranks, -1), self.num_dynamic).reshape(-1)

@@ -20,7 +20,7 @@ def plan_all(balancer: Balancer, counts: Int[np.ndarray, "P R E"], topology: Top
 
     Args:
         balancer: balancer that plans; its state goes from each microbatch to the next.
-        counts: `[P, R, E]` int32, the token copies routed from each rank to each expert in `P` microbatches.
+        counts: `[P, R, E]` int32, the token copies by source rank and expert in `P` microbatches.
         topology: topology of the group.
         slots: `S`, slots per rank.
 

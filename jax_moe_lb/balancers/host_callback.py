@@ -212,7 +212,7 @@ class PlannedOnHost(Balancer):
         return HostCallback(lambda counts, plan, topology: self.plan_on_host(counts, plan))
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """Plan each domain separately, from the counts alone; see `Balancer.rebalance`."""
+        """Plan the domains separately, from the counts alone; see `Balancer.rebalance`."""
         return self._host.rebalance(counts, plan, topology, state)
 
     @property

@@ -82,7 +82,7 @@ class UltraEP(Balancer):
         return replace(self, min_tokens=max(1, facts.num_copies // COPIES_PER_MIN))
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """Plan each domain separately; see `Balancer.rebalance`."""
+        """Plan the domains separately; see `Balancer.rebalance`."""
         del counts, topology
         placement, quota = ultraep(plan.placement, plan.quota, plan.domain, self.eps, self.min_tokens or PUBLISHED_MIN)
         return replace(plan, placement=placement, quota=quota, split=Split(self.tier, self.locality)), state

@@ -291,7 +291,7 @@ def _assumed(answer: Advice, judge: Evaluator, workloads: Sequence[Workload]) ->
 
 
 def _first_look(answer: Advice) -> list[str]:
-    """Return the time of one layer of each system without composition, relative to plain."""
+    """Return the time of one layer per system without composition, relative to plain."""
     glances, best = answer.found.glances, dict[str, float]()
     for choice, took in glances.items():
         if choice.system != "plain" and choice.family == Choice(choice.system):
@@ -349,7 +349,7 @@ def _refused(answer: Advice) -> list[str]:
 
 
 DRAWS = 2
-"""Synthetic workloads of each shape."""
+"""Synthetic workloads per shape."""
 
 MOST_STEPS, MOST_LAYERS = 8, 4
 """Steps and layers of a trace to evaluate."""

@@ -137,7 +137,7 @@ def compile_command(
 ) -> None:
     """Compile a layer for an absent machine and report its cost.
 
-    The report has the memory, FLOPs, traffic and waits of each device. The compiler of the machine is required: run
+    The report has the memory, FLOPs, traffic and waits per device. The compiler of the machine is required: run
     pip install '.[cuda]' or pip install '.[tpu]' in a checkout.
     """
     with one_line_errors(system=system, replica_slots=replica_slots, headroom=headroom, max_rounds=max_rounds):

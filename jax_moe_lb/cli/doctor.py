@@ -1,4 +1,4 @@
-"""Command `doctor`: installed modules, and the implementation of each balancer and operation."""
+"""Command `doctor`: installed modules, and the implementation per balancer and operation."""
 
 import importlib
 import importlib.util
@@ -57,7 +57,7 @@ def pure_jax_message() -> str | None:
 
 
 def build_states() -> dict[str, str]:
-    """Return the state of each extension module as text, by module name."""
+    """Return the state per extension module as text, by module name."""
     modules = {_custom_calls.MODULES[platform]: how for platform, how in HOW_TO_BUILD.items()} | {
         _custom_calls.PLANNING_MODULE: IN_A_CHECKOUT
     }
@@ -167,19 +167,19 @@ def version(package: str) -> str:
 
 
 def compiler_states() -> dict[str, str]:
-    """Return the state of each compiler of accelerators for `compile`."""
+    """Return the state per compiler of accelerators for `compile`."""
     return {
         f"for {extra}": "installed" if has_compiler(extra) else f"missing; {how_to_install(extra)}" for extra in EXTRAS
     }
 
 
 def implementations(backend: str) -> list[Implementation]:
-    """Return the implementation of each operation on `backend`, one of JAX's platform names."""
+    """Return the implementation per operation on `backend`, one of JAX's platform names."""
     return [_implementation(operation, backend) for operation in OPERATIONS]
 
 
 def balancer_implementations(backend: str) -> list[Implementation]:
-    """Return the implementation of each balancer of `balancer_names()` on `backend`, from the lowered program."""
+    """Return the implementation per balancer of `balancer_names()` on `backend`, from the lowered program."""
     return [_of_balancer(name, backend) for name in balancer_names()]
 
 

@@ -179,7 +179,7 @@ _compiled = jax.jit(_on_host, static_argnums=(0, 1))
 
 
 def mean_effect(effects: Sequence[Effect]) -> Effect:
-    """Return the mean of each field."""
+    """Return the mean per field."""
     rows = [asdict(effect) for effect in effects]
     return Effect(**{key: float(np.mean([row[key] for row in rows])) for key in rows[0]})
 

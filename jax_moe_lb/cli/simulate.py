@@ -239,7 +239,7 @@ def simulate(
 ) -> None:
     """Predict the time, traffic and memory of a training step.
 
-    The table has the busy and exposed time of each stage, the bytes sent and the memory of a rank.
+    The table has the busy and exposed time per stage, the bytes sent and the memory of a rank.
     """
     given = {"system": system, "replica_slots": replica_slots, "domain_sizes": domain_sizes}
     with one_line_errors(imbalance=imbalance, tokens=tokens, **given):

@@ -1,4 +1,4 @@
-"""Implementation of an exchange on each target: the table of paths.
+"""Implementation of an exchange by target: the table of paths.
 
 XLA chooses the path of `ragged_all_to_all` on NVIDIA GPUs when it compiles and runs a program. This table predicts its
 choice from the topology, so that lists have the form that the path runs fastest.
@@ -51,7 +51,7 @@ class PathChoice:
 
     @property
     def costs_per_update(self) -> bool:
-        """Whether each update has a cost of its own, so that one slice per rank is fastest."""
+        """Whether an update has a cost of its own, so that one slice per rank is fastest."""
         return self.path in (ExchangePath.DEVICE_KERNEL, ExchangePath.SEND_RECEIVE)
 
     def fastest(self, forms: Sequence[tuple[int, int]]) -> int:

@@ -1,9 +1,9 @@
-"""Estimated time of exchanges, by the implementation of each target.
+"""Estimated time of exchanges, by the implementation of the target.
 
 The estimate of an exchange is a fixed cost plus the time of its bottleneck:
 
 - **One-shot kernel** of XLA on NVIDIA GPUs: the busiest thread block, or the link of the busiest rank. A block copies
-  1 KiB per iteration, and each update that it walks has a cost of its own (`one_shot_lists.py`).
+  1 KiB per iteration, and every update that it walks has a cost of its own (`one_shot_lists.py`).
 - **Device kernel** of NCCL: the link of the busiest rank, at a share that falls with the updates per peer.
 - **Sends and receives** of NCCL: a wait of the host for the lists and a cost per update and peer, then the link.
 - **TPU**: the busiest link of the torus, with dimension-ordered routes.
@@ -23,7 +23,7 @@ from jax_moe_lb.collectives.one_shot_lists import BLOCK_BYTES, VECTOR_BYTES, blo
 from jax_moe_lb.core.device_rates import DeviceRates, GpuRates, TpuRates
 
 UpdateBytes = Num[np.ndarray, "R R U"]
-"""Bytes of each update from rank (first) to rank (second)."""
+"""Bytes per update from rank (first) to rank (second)."""
 
 PeerBytes = Num[np.ndarray, "R R"]
 """Bytes from rank (row) to rank (column)."""

@@ -41,7 +41,7 @@ Wanted = Int[Array, "R P"]
 Pull = Callable[[Wanted], Callable[[Int[Array, ""]], Kinds]]
 """Transport of replicas home.
 
-It takes the position at home of each slot's replica, -1 for none. It returns a function from a position to all weight
+It takes the positions of the slots' replicas at home, -1 for none. It returns a function from a position to all weight
 arrays of the replica there. Callers pass occupied positions only."""
 
 
@@ -111,7 +111,7 @@ def most_at_home(replica_slots: int, num_home: int, domain: int) -> int:
 
 
 def owner_of(wanted: Wanted, num_home: int) -> Wanted:
-    """Return the home rank of each wanted expert; `R` for empty slots."""
+    """Return the home rank per wanted expert; `R` for empty slots."""
     return jnp.where(wanted >= 0, wanted // num_home, wanted.shape[0])
 
 
@@ -126,7 +126,7 @@ def rounded(sums: Kinds, like: Kinds) -> Kinds:
 
 
 def _number_at_home(wanted: Wanted, num_home: int) -> Wanted:
-    """Number the replicas of each home rank, by expert, then rank and slot; -1 for empty slots."""
+    """Number the replicas per home rank, by expert, then rank and slot; -1 for empty slots."""
     flat, owner = wanted.reshape(-1), owner_of(wanted, num_home).reshape(-1)
     at = iota(flat.size)
     earlier = (flat[None] < flat[:, None]) | ((flat[None] == flat[:, None]) & (at[None] < at[:, None]))
@@ -142,7 +142,7 @@ def _alike(sums: Kinds, wide: Kinds, none: Array, *others: Array) -> tuple[Kinds
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def fetch(home: WeightsOfKind, wanted: Wanted, num_home: int, group: Group) -> WeightsOfKind:
-    """Return the replicas of this rank from the home weights of all ranks; each travels once, as a slice."""
+    """Return the replicas of this rank from the home weights of all ranks; a replica travels once, as a slice."""
     # `Gather` calls it by `fetch_all`. Gradients of the few replicas return in one exchange for all arrays. It is
     # differentiable in `home`, by `add_at_home`.
     # Returns `[P, ...]`. Empty slots are 0; on GPUs they are uninitialized, and products skip them.

@@ -29,7 +29,7 @@ class HomeSlices(NamedTuple):
 
     @classmethod
     def by_slot(cls, place: PerReplica, owner: PerReplica, order: Int[Array, "P"], me: Int[Array, ""]) -> "HomeSlices":
-        """Derive the lists with one slice per slot of each rank; arguments as for `by_rank`, rows in `order`."""
+        """Derive the lists with one slice per slot per rank; arguments as for `by_rank`, rows in `order`."""
         goes, _, landed = _landings(place, owner)
         first_sent, first_landed = (jnp.broadcast_to(one, place.shape).reshape(-1) for one in (order, landed[me]))
         arriving = goes[:, :, me]
@@ -38,7 +38,7 @@ class HomeSlices(NamedTuple):
 
 
 def _landings(place: PerReplica, owner: PerReplica) -> tuple[Bool[Array, "R P R"], Int[Array, "R R"], PerReplica]:
-    """Return the destination of each replica, the first row of each source at home, and the row of each replica."""
+    """Return destinations of replicas, the first row per source at home, and the rows of replicas."""
     goes = (place >= 0)[:, :, None] & (owner[:, :, None] == iota(owner.shape[0])[None, None])
     sent = goes.sum(1, dtype=jnp.int32)
     first = sent.cumsum(0, dtype=jnp.int32) - sent

@@ -49,7 +49,7 @@ class Calls(Protocol):
         """Connect this process with others; return the reason of a failure, or `None`."""
 
     def try_peers(self, processes: list[int], address: int, device: int, timeout_s: float) -> str | None:
-        """Copy from an array of each other process; return the reason of a failure, or `None`."""
+        """Copy from an array of all other processes; return the reason of a failure, or `None`."""
 
 
 def are_together(processes: Sequence[int], domain: int, hosts: dict[int, str]) -> bool:
@@ -132,7 +132,7 @@ def can_copy(processes: tuple[int, ...], domain: int) -> bool:
 
 @functools.cache
 def can_copy_inside() -> bool:
-    """Return whether all GPUs of each process can copy from each other's memory."""
+    """Return whether all GPUs of all processes can copy from each other's memory."""
     # Call it on all processes, while a program is traced. It returns True on backends other than GPUs and without the
     # custom calls.
     # Warns:

@@ -49,13 +49,13 @@ def for_one_shot_kernel(
 
 
 def fill_updates(updates: Int[Array, "U"], num_ranks: int) -> Int[Array, "V"]:
-    """Append empty updates to those of each peer, up to a multiple of `MOST_BLOCKS`."""
+    """Append empty updates to those of a peer, up to a multiple of `MOST_BLOCKS`."""
     by_peer = updates.reshape(num_ranks, -1)
     return jnp.pad(by_peer, ((0, 0), (0, -by_peer.shape[1] % MOST_BLOCKS))).reshape(-1)
 
 
 def row_split(operand: Shaped[Array, "P *X"]) -> int:
-    """Return the number of finer rows that each row of an operand is viewed as: a power of two, 1 for many rows."""
+    """Return the number of finer rows that a row of an operand is viewed as: a power of two, 1 for many rows."""
     # Returns the smallest factor that gives `MOST_BLOCKS * ROWS_PER_BLOCK` rows. It is less if finer rows would have
     # less than `BLOCK_BYTES`, or a part of a vector.
     row_bytes = math.prod(operand.shape[1:]) * operand.dtype.itemsize
@@ -70,7 +70,7 @@ def row_split(operand: Shaped[Array, "P *X"]) -> int:
 
 
 def split_rows(rows: Shaped[Array, "P *X"], split: int) -> Shaped[Array, "Q *Y"]:
-    """View each row as `split` rows."""
+    """View a row as `split` rows."""
     # Returns `[P * split, ...]`. Leading dimensions of a row are split first, so that the view is a bitcast in XLA's
     # usual layout.
     shape, left = list(rows.shape), split

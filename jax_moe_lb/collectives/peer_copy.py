@@ -4,7 +4,7 @@
 copies; `after_start` orders them after `start`. `copy_expert_weights` combines both and is differentiable; use it if
 there is no such work.
 
-On a CPU, a thread of each receiving device copies. On a GPU, copy engines do, on a separate stream. If ranks cannot
+On a CPU, a thread per receiving device copies. On a GPU, copy engines do, on a separate stream. If ranks cannot
 access each other's memory, or without the custom calls, `start` is the exchange of `expert_gather.py`, without overlap.
 """
 

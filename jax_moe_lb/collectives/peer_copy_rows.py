@@ -1,7 +1,7 @@
 """Copies of rows between the homes of experts and the ranks that serve them.
 
 This is the second phase of FEPLB (arXiv 2604.19654, section 3.3). All token copies have arrived at home, and the rows
-of an expert are one block of the home's stream. Each replica slot of a rank, the *taker*, takes a part of such a block,
+of an expert are one block of the home's stream. A replica slot of a rank, the *taker*, takes a part of such a block,
 usually all of it, in one copy. The rest stays at home. All ranks compute these blocks from the plan, without an
 exchange of addresses.
 
@@ -55,13 +55,13 @@ class CopyWindow(NamedTuple):
     last: Int[Array, ""]  # row after the last one
 
     def of(self, first: Int[Array, "*N"], size: Int[Array, "*N"]) -> tuple[Int[Array, "*N"], Int[Array, "*N"]]:
-        """Return the offset in the window and the row count of each block inside it."""
+        """Return the offset in the window and the row count per block inside it."""
         start, end = (jnp.clip(at, self.first, self.last) for at in (first, first + size))
         return start - self.first, end - start
 
 
 def moved_rows(placement: Placement, quota: Quota, first_row: Int[Array, "E"], room: int) -> MovedRows:
-    """Compute the rows moving from home to each slot."""
+    """Compute the rows moving from home, by slot."""
     # Slots take rows in slot order until the rank has `room` rows; further rows stay at home. If several ranks take
     # rows of one expert, lower ranks take the first ones, and home keeps the last.
     num_experts, num_ranks = quota.shape
@@ -152,7 +152,7 @@ def move_back(rows: Taken, moved: MovedRows, window: CopyWindow, out: Rows, grou
 
 
 def _sources(moved: MovedRows, me: Int[Array, ""]) -> Bool[Array, "R P"]:
-    """Return whether each slot of this rank takes rows from each rank, `[R, P]`."""
+    """Return whether the slots of this rank take rows from other ranks, `[R, P]`."""
     return moved.home[me][None] == iota(moved.home.shape[0])[:, None]
 
 
@@ -161,7 +161,7 @@ def _of(which: Bool[Array, "R P"], size: Int[Array, "*N"]) -> Int[Array, "U"]:
 
 
 def _landing(size: PerReplica) -> PerReplica:
-    """Return the offset of each slot's rows among the rows taken by the rank."""
+    """Return the offsets of the slots' rows among the rows taken by the rank."""
     return size.cumsum(1, dtype=jnp.int32) - size
 
 

@@ -5,7 +5,7 @@ connection per pair of ranks, and the acknowledgement of a receiver waits behind
 each other thus get half the bandwidth if they start at different times. Cycles of three or more ranks do not have this
 problem.
 
-`gather_tiles` and `sum_tiles` are transposes of each other; `exchange_tiles` sends a block to each rank. They are XLA's
+`gather_tiles` and `sum_tiles` are transposes of each other; `exchange_tiles` sends a block to all ranks. They are XLA's
 own collectives, except between two processes on CPUs, where they use unidirectional permutes.
 """
 
@@ -19,7 +19,7 @@ from jax_moe_lb.core.manual_axes import varying_axes
 from jax_moe_lb.core.types import Axes
 
 Permutation = list[tuple[int, int]]
-"""Pairs `(from, to)` of a permute; each rank sends at most once and receives at most once."""
+"""Pairs `(from, to)` of a permute; a rank sends at most once and receives at most once."""
 
 
 def unidirectional_permutes(num_ranks: int, *, swaps: bool = False) -> list[Permutation]:

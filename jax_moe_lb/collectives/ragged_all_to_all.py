@@ -36,7 +36,7 @@ from jax_moe_lb.core.types import iota
 
 
 def concatenated(first: Int[Array, "*N"], size: Int[Array, "*N"], num_rows: int) -> Int[Array, "A"]:
-    """Return the source row of each row after blocks are concatenated."""
+    """Return the source row per row after blocks are concatenated."""
     # Rows after the blocks keep their own index, so the result is a permutation if the blocks together are the first
     # rows.
     first, size = first.reshape(-1), size.reshape(-1)
@@ -47,7 +47,7 @@ def concatenated(first: Int[Array, "*N"], size: Int[Array, "*N"], num_rows: int)
 
 
 def _landing_rows(first: Int[Array, "*N"], size: Int[Array, "*N"], num_rows: int) -> Int[Array, "A"]:
-    """Return the destination of each received row; `num_rows`, which a scatter drops, after the last one."""
+    """Return the destination per received row; `num_rows`, which a scatter drops, after the last one."""
     return jnp.where(iota(num_rows) < size.sum(dtype=jnp.int32), concatenated(first, size, num_rows), num_rows)
 
 
@@ -63,7 +63,7 @@ PerPeer = Int[Array, "R"]
 
 
 class Slices(NamedTuple):
-    """Slices of rows from a rank to every rank of a group and back, with equally many for each rank, rank by rank."""
+    """Slices of rows from a rank to every rank of a group and back, with equally many per rank, rank by rank."""
 
     first: Sizes  # first row of each sent slice, in the operand
     sent: Sizes  # rows of these slices
@@ -202,7 +202,7 @@ def _permute_steps(operand: Array, output: Array, pairs: _Pairs, axis_name: Axes
 
 
 def _partner(way: list[tuple[int, int]], num_ranks: int) -> PerPeer:
-    """Return the rank that each rank sends to; itself if it sends to none."""
+    """Return the rank that a rank sends to; itself if it sends to none."""
     partner = dict(way)
     return jnp.asarray([partner.get(rank, rank) for rank in range(num_ranks)], jnp.int32)
 
@@ -322,7 +322,7 @@ def as_rows(words: Shaped[Array, "A *X"]) -> Shaped[Array, "A W"]:
 
 
 def moves_in_process() -> bool:
-    """Return whether exchanges on CPUs copy each row once: in a single process with the custom call."""
+    """Return whether exchanges on CPUs copy a row once: in a single process with the custom call."""
     return is_built("cpu") and jax.process_count() == 1
 
 

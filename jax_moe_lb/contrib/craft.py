@@ -11,7 +11,7 @@ from jax_moe_lb.core.topology import Topology
 def slots_by_layer(
     balancer: Balancer, counts: Int[np.ndarray, "X R E"], topology: Topology, budget: int, most: int
 ) -> tuple[int, ...]:
-    """Return the replica slots of each layer: a budget given to the layers whose maximum load falls most.
+    """Return the replica slots per layer: a budget given to the layers whose maximum load falls most.
 
     Use it if layers differ in imbalance, with one system per layer. Starting from none, the layer with the largest gain
     per slot gets its slots, until the budget is used or no slot reduces a maximum load. A gain may need several slots.
@@ -24,7 +24,7 @@ def slots_by_layer(
         most: maximum replica slots per rank of a layer, from 0 to `E - E / R`.
 
     Returns:
-        `X` numbers of replica slots per rank, `System.replica_slots` of each layer.
+        `X` numbers of replica slots per rank, `System.replica_slots` per layer.
 
     Raises:
         ValueError: `budget` or `most` is out of range.

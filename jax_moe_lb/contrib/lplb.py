@@ -168,7 +168,7 @@ def _spread_domain(tokens: np.ndarray, placement: np.ndarray, first: int, quota:
 def _least_maximum(
     tokens: np.ndarray, expert: np.ndarray, rank: np.ndarray, is_replica: np.ndarray, fixed: np.ndarray
 ) -> np.ndarray:
-    """Return the tokens of each copy, integers up to rounding errors."""
+    """Return the tokens per copy, integers up to rounding errors."""
     copies, ranks = np.arange(len(expert)), len(fixed)
     numbers, row = np.unique(expert, return_inverse=True)
     of_expert, on_rank = np.zeros((len(numbers), len(copies))), np.zeros((ranks, len(copies)))

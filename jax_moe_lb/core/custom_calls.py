@@ -20,7 +20,7 @@ import jaxlib
 from jax_moe_lb.core.types import DType
 
 MODULES = {"cpu": "jax_moe_lb._ffi", "cuda": "jax_moe_lb._ffi_cuda"}
-"""Extension module with the custom calls of each platform."""
+"""Extension module with the custom calls per platform."""
 
 PLANNING_MODULE = "jax_moe_lb._planning"
 """Extension module with the planners as functions of NumPy arrays."""

@@ -156,7 +156,7 @@ LOGICAL_AXES = {
     "gate_a": ("embed", None),
     "gate_b": (None, "mlp"),
 }
-"""Logical axes of each array after the first dimension: `embed` is `H`, `mlp` is `F`, None the rank of adapters."""
+"""Logical axes per array after the first dimension: `embed` is `H`, `mlp` is `F`, None the rank of adapters."""
 
 ADAPTERS = tuple(f"{kind}_{part}" for kind in ("up", "down", "gate") for part in "ab")
 """Names of the factors of adapters."""

@@ -152,7 +152,7 @@ def plain_plan(counts: Counts, topology: Topology, slots: int | None = None) -> 
     baseline of a balanced plan.
 
     Args:
-        counts: `[R, E]` integers, the token copies routed from each rank to each expert.
+        counts: `[R, E]` integers, the token copies by source rank and expert.
         topology: topology of the `R` ranks; its `ranks_per_domain` becomes the plan's domain.
         slots: `S`, slots per rank: `L` plus the replicas per rank (`System.replica_slots`). The default is `L`, without
             replicas.
@@ -278,7 +278,7 @@ def traffic(plan: Plan, counts: Counts) -> Traffic:
 
     Args:
         plan: plan legal for `counts`.
-        counts: `[R, E]`, the token copies routed from each rank to each expert.
+        counts: `[R, E]`, the token copies by source rank and expert.
 
     Returns:
         Moved rows, replicas and fan-out per rank, int32.
@@ -315,7 +315,7 @@ def rows_between(counts: Counts, plan: Plan) -> Int[AnyArray, "R R"]:
     Use it to plot the exchange or to find its busiest pair of ranks.
 
     Args:
-        counts: `[R, E]`, the token copies routed from each rank to each expert.
+        counts: `[R, E]`, the token copies by source rank and expert.
         plan: plan legal for `counts`.
 
     Returns:

@@ -10,7 +10,7 @@ from fractions import Fraction
 from jax_moe_lb.core.checks import shown
 
 DECIMAL = {prefix: Fraction(1000) ** power for power, prefix in enumerate(("", "k", "M", "G", "T", "P"))}
-"""Factor of each decimal prefix. Fractions are exact, so `10 us` parses to the float nearest to it."""
+"""Factor per decimal prefix. Fractions are exact, so `10 us` parses to the float nearest to it."""
 
 BYTES = {f"{prefix}B": factor for prefix, factor in DECIMAL.items()} | {
     f"{prefix}iB": Fraction(1024) ** power for power, prefix in enumerate("KMG", 1)
@@ -18,16 +18,16 @@ BYTES = {f"{prefix}B": factor for prefix, factor in DECIMAL.items()} | {
 BITS = {f"{prefix}bit": factor / 8 for prefix, factor in DECIMAL.items()}
 
 RATES = {f"{unit}/s": factor for unit, factor in (BYTES | BITS).items()}
-"""Bytes per second of each unit of a rate."""
+"""Bytes per second per unit of a rate."""
 
 SIZES = BYTES
-"""Bytes of each unit of a size."""
+"""Bytes per unit of a size."""
 
 TIMES = {unit: Fraction(1, 1000**power) for power, unit in enumerate(("s", "ms", "us", "ns"))}
-"""Seconds of each unit of time."""
+"""Seconds per unit of time."""
 
 SPEEDS = {f"{prefix}FLOP/s": factor for prefix, factor in DECIMAL.items()}
-"""Floating-point operations per second of each unit of speed."""
+"""Floating-point operations per second per unit of speed."""
 
 
 NUMBER = r"[-+]?[\d.]{1,40}(?:[eE][-+]?\d{1,3})?"

@@ -1,4 +1,4 @@
-"""Split of a plan: source and serving rank of each token copy.
+"""Split of a plan: source and serving rank per token copy.
 
 The tokens of an expert on a group of ranks form a queue, ordered by source. For every position in the queue, a rule
 gives the number of earlier tokens served by a rank. The difference between two positions is the rank's share of the
@@ -246,7 +246,7 @@ def arrivals(counts: Counts, quota: Quota, rank: Rank, domain: int, split: Split
 
 
 def kept(counts: Counts, quota: Quota, domain: int, split: Split = Split()) -> Quota:
-    """Return the token copies of each expert served by the source, `[E, R]`: the diagonal of the split."""
+    """Return the token copies per expert served by the source, `[E, R]`: the diagonal of the split."""
     if split.locality:
         # Later tiers add none: after this one, a rank has either no tokens or no demand left for an expert.
         return namespace(quota).minimum(counts.T, quota)
@@ -299,7 +299,7 @@ def _over_tiers(
 
 
 def _tiers(num_ranks: int, domain: int) -> list[tuple[tuple[int, int], int]]:
-    """Return the rank grid and member axis of each non-trivial tier."""
+    """Return the rank grid and member axis per non-trivial tier."""
     grid = (num_ranks // domain, domain)
     # The last tier takes the remainder. With one domain, or with domains of one rank, it is the only tier.
     own_domain, own_offset, anywhere = (grid, 2), (grid, 1), ((1, num_ranks), 2)

@@ -119,7 +119,7 @@ class Stats:
     `moe` returns it without the leading dimensions `*D`; callers stack groups and layers along these.
 
     Args:
-        counts: `[*D, R, E]` int32, the token copies routed from each rank to each expert, excluding dropped copies.
+        counts: `[*D, R, E]` int32, the token copies by source rank and expert, excluding dropped copies.
         dropped: `[*D]` int32, the token copies dropped in the group; 0 if the router has no `capacity_factor`.
         quota: `[*D, E, R]` int32, the token copies of each expert served by each rank.
         load_before: `[*D, R]` int32, the load under plain expert parallelism, in token copies.

@@ -105,7 +105,7 @@ class Topology:
         ranks_per_process: number of consecutive ranks always belonging to one process. Devices of one process can
             access each other's memory. `None` (default) if unknown; then ranks share a process only in a single-process
             program.
-        processes: process index of each rank, group by group, if every device of the mesh belongs to a process of its
+        processes: process index per rank, group by group, if every device of the mesh belongs to a process of its
             own; else empty (default). Processes of one machine can copy from each other's memory.
         platform: `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`, the platform of the mesh's devices; None (default) if unknown.
         device_kind: JAX's `device_kind` of accelerators, such as `"TPU v5 lite"`; None (default) if unknown.

@@ -56,7 +56,7 @@ Rows = Float[Array, "A H"]
 """Token copies on the rank serving them, sorted by slot."""
 
 GroupSizes = Int[Array, "S"]
-"""Rows of each slot. The sum is at most `A`; rows beyond the sum are padding."""
+"""Rows per slot. The sum is at most `A`; rows beyond the sum are padding."""
 
 Tokens = Float[Array, "T H"]
 """Tokens of one rank, before dispatch."""

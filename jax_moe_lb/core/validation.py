@@ -148,7 +148,7 @@ def check_homes(homes: Any) -> None:
 
 
 def checked_permutation(name: str, permutation: Any, shape: tuple[int, int]) -> Int[np.ndarray, "layers E"]:
-    """Check the permutation of each layer and return it in int32."""
+    """Check the permutation per layer and return it in int32."""
     permutation = np.asarray(permutation)
     if permutation.shape != shape or not np.issubdtype(permutation.dtype, np.integer):
         raise ValueError(f"{name} is {permutation.dtype}{list(permutation.shape)}; expected integers {list(shape)}")
@@ -256,7 +256,7 @@ def _rules(
 
 
 def _sums_to(quota: AnyArray, routed: AnyArray) -> AnyArray:
-    """Return whether the nonnegative quotas of each expert sum to the routed tokens."""
+    """Return whether the nonnegative quotas per expert sum to the routed tokens."""
     # Sum 16-bit halves: 32-bit sums of invalid quotas could wrap around to the expected number.
     high, low = (part.sum(-1, dtype=routed.dtype) for part in (quota >> 16, quota & 0xFFFF))
     return (high + (low >> 16) == routed >> 16) & (low & 0xFFFF == routed & 0xFFFF)
@@ -283,7 +283,7 @@ def _relay_rules(plan: Plan, relay: AnyArray, copies: AnyArray) -> Iterator[tupl
 
 
 def _reaches_home(plan: Plan, source: AnyArray) -> AnyArray:
-    """Return whether the relays of each slot lead to the home of the expert, `[R, S]`."""
+    """Return whether the relays per slot lead to the home of the expert, `[R, S]`."""
     num_ranks, num_experts = plan.num_ranks, plan.num_experts
     rank, home = host_iota(num_ranks)[:, None], host_iota(num_experts) // plan.num_home
     expert = plan.placement.clip(-1, num_experts - 1)

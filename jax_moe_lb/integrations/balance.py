@@ -21,7 +21,7 @@ ADAPTERS = {
     ("easydel.layers.moe._moe_module", "BaseMoeModule"): "jax_moe_lb.integrations.easydel",
     ("tunix.models.qwen3.model", "MoELayer"): "jax_moe_lb.integrations.tunix",
 }
-"""Module of the adapter of each supported block, by the block's module and class. Subclasses count as their base."""
+"""Module of the adapter per supported block, by the block's module and class. Subclasses count as their base."""
 
 _BLOCK_NAME = re.compile("moe|experts", re.IGNORECASE)
 
@@ -48,7 +48,7 @@ def balance(
             Its balancer must have no state between steps.
         topology: expert, data and tensor axes of the blocks; by default those over which the library shards experts.
         record_stats: if True, each call sets the attributes `moe_stats` of a block, its `Stats`, for `raise_on_fault`,
-            and `moe_experts`, the experts `[..., K]` of each token. Take these `nnx.Intermediate`s by
+            and `moe_experts`, the experts `[..., K]` per token. Take these `nnx.Intermediate`s by
             `nnx.pop(model, nnx.Intermediate)`. False by default.
 
     Returns:

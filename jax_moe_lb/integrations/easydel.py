@@ -60,7 +60,7 @@ def _balanced(original: type) -> type:
 
 
 def _route(block: Any, x: jax.Array, gate_layer: Any, hooks: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return logits, weights and experts of each token, by the steps of EasyDeL's `_sparse_moe_call`."""
+    """Return logits, weights and experts per token, by the steps of EasyDeL's `_sparse_moe_call`."""
     from easydel.layers.moe._communication_utils import get_experts_location
 
     def applied(name: str, value: jax.Array) -> jax.Array:

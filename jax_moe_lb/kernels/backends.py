@@ -73,7 +73,7 @@ class Product:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Numbers of groups of each array."""
+        """Numbers of groups per array."""
         return (self.num_groups,) if isinstance(self.num_groups, int) else self.num_groups
 
     @property

@@ -46,7 +46,7 @@ def bias_rows(bias: Float[Array, "S O"], group_sizes: GroupSizes, num_rows: int)
 
 
 def bias_sums(of_rows: Float[Array, "A O"], group_sizes: GroupSizes, dtype: DType) -> Float[Array, "S O"]:
-    """Sum the gradients of the rows of each group, in float32 or wider; the transpose of `bias_rows`."""
+    """Sum the gradients of the rows per group, in float32 or wider; the transpose of `bias_rows`."""
     member = _members(group_sizes, of_rows.shape[0])
     written = jnp.where(member.any(1, keepdims=True), of_rows, 0)
     sums = jnp.matmul(

@@ -100,7 +100,7 @@ def grouped_outer(
     sums: Sums | WeightParts | None = None,
     parts: tuple[int, ...] | None = None,
 ) -> Sums | WeightParts:
-    """Compute `rows.T @ others` of each group, the gradient of the weights of `grouped_matmul`."""
+    """Compute `rows.T @ others` per group, the gradient of the weights of `grouped_matmul`."""
     # It is not differentiable; use it in custom backward passes.
     num_groups = groups.sizes.shape[0] if parts is None else parts
     product = outer_product(rows, others, num_groups, wide_dtype(rows) if dtype is None else dtype)

@@ -127,7 +127,7 @@ def row_gradients(of_products: Products, experts: Parts, group_sizes: GroupSizes
 def weight_gradients(
     rows: Rows, others: Products, groups: RowGroups, parts: tuple[int, ...], dtype: DType
 ) -> tuple[Float[Array, "_ I O"], ...]:
-    """Return `rows.T @ others` of each group, in parts; several arrays are neighboring columns of one result."""
+    """Return `rows.T @ others` per group, in parts; several arrays are neighboring columns of one result."""
 
     def compute(rows: Rows, others: Products, groups: RowGroups) -> tuple[Array, ...]:
         return outer(rows, others, groups, parts=parts, dtype=dtype)

@@ -84,7 +84,7 @@ def _tile_columns(others: tuple[Array, ...]) -> int:
 
 
 class _Ranges(NamedTuple):
-    """Rows of each group, and the groups with a result in their order."""
+    """Rows per group, and the groups with a result in their order."""
 
     start: Int[Array, "S"]
     end: Int[Array, "S"]
@@ -160,7 +160,7 @@ class _Kernel:
         mine = jax.lax.div(groups.total[0] * of_group - program + self.programs - 1, self.programs)
 
         def each_tile(run: Callable[[_Place, Array], None]) -> Array:
-            """Run a function of the place and the number of earlier steps for each tile; return all steps."""
+            """Run a function of the place and the number of earlier steps per tile; return all steps."""
 
             def one(t: Array, before: Array) -> Array:
                 place = self._place(program + t * self.programs, groups)

@@ -59,7 +59,7 @@ class Factor(NamedTuple):
 
 
 class Term(NamedTuple):
-    """Rows and the matrices to multiply them with, one factor for each accumulator."""
+    """Rows and the matrices to multiply them with, one factor per accumulator."""
 
     rows: Float[Array, "A I"]  # `[A, I]`
     factors: tuple[Factor, ...]  # factors with `O` columns
@@ -146,7 +146,7 @@ def product(
 
 
 def _result_bytes(dtype: DType, has_sums: bool) -> int:
-    """Return the bytes of two buffers for stored columns of each consumer, and of sums over columns."""
+    """Return the bytes of two buffers for stored columns per consumer, and of sums over columns."""
     return 2 * CONSUMERS * CONSUMER_ROWS * STORED * jnp.dtype(dtype).itemsize + SUM_BYTES * has_sums
 
 

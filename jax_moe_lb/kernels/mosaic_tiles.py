@@ -55,7 +55,7 @@ def tile_of_rows(group_sizes: GroupSizes, tiles: RowTiles, size: int, num_rows: 
 
 
 def _of_groups(group_sizes: GroupSizes, size: int) -> tuple[Array, Array, Array]:
-    """Return the first row of each group, the first row of its first tile, and its number of tiles."""
+    """Return the first row per group, the first row of its first tile, and its number of tiles."""
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     starts = ends - group_sizes
     aligned = starts // ALIGNMENT * ALIGNMENT

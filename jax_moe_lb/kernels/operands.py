@@ -18,7 +18,7 @@ CLEARED_ROWS = 1024
 
 
 class RowGroups(NamedTuple):
-    """Consecutive groups of rows, one for each matrix or sum."""
+    """Consecutive groups of rows, one per matrix or sum."""
 
     sizes: GroupSizes  # number of rows of each group
     # Whether the sums of a group are read. If not, sums of a group without rows may stay uninitialized; otherwise they

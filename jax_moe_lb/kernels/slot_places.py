@@ -23,7 +23,7 @@ class SlotPlaces(NamedTuple):
     group_sizes: GroupSizes  # copies of each slot
 
     def owners(self, weights: Float[Array, "B K"] | None) -> "RowOwners":
-        """Return the received row of each copy, for sums of outputs in the order of slots."""
+        """Return the received row per copy, for sums of outputs in the order of slots."""
         num_rows, per_row = self.place.shape
         is_copy = iota(self.copy.shape[0]) < self.group_sizes.sum(dtype=jnp.int32)
         entry = jnp.where(is_copy, self.copy // per_row, num_rows)
@@ -45,7 +45,7 @@ def slot_places(codes: Int[Array, "B K"], num_slots: int, num_places: int) -> Sl
 
 
 class RowOwners(NamedTuple):
-    """Entry of each row: the inverse of places, for kernels that read rows in any order."""
+    """Entry per row: the inverse of places, for kernels that read rows in any order."""
 
     entry: Int[Array, "A"]  # entry of each row; `B` for rows of no entry
     weights: Float[Array, "A"] | None = None  # weight of each row; `None` for 1

@@ -143,7 +143,7 @@ def sum_rows_of_entries(
     *,
     interpret: bool = False,
 ) -> Float[Array, "B H"]:
-    """Sum the weighted rows of each entry in float32, and round once; rows of entry `B` belong to none."""
+    """Sum the weighted rows per entry in float32, and round once; rows of entry `B` belong to none."""
     (num_rows, width), num_blocks = rows.shape, pl.cdiv(num_entries, BLOCK)
     half = width // 2
     tile = (half // LANES, LANES) if half % (LANES * SUBLANES) == 0 else (1, half)

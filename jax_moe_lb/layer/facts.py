@@ -16,7 +16,7 @@ of memory, about 180 to 300 on GPUs and TPUs."""
 
 
 SUM_BYTES = 16
-"""Bytes read and written for each parameter of a slot to add the gradients of a round to float32 sums."""
+"""Bytes read and written per parameter of a slot to add the gradients of a round to float32 sums."""
 
 ROW_ACCESSES = 9
 """Reads and writes of rows of both widths by a round: permutations, and operations on empty rows between products."""

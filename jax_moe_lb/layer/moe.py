@@ -33,7 +33,7 @@ from jax_moe_lb.transport.dispatch import Routed, Served
 from jax_moe_lb.transport.exchange import RoutingWeights
 
 CHECKPOINT_NAMES = ("moe_routing", "moe_plan")
-"""Names of intermediates for `jax.checkpoint_policies`: the routing, and the plan with the destination of each copy.
+"""Names of intermediates for `jax.checkpoint_policies`: the routing, and the plan with the destination per copy.
 
 Pass these names to `save_only_these_names` to save a few integers per token. A layer inside `jax.checkpoint` then
 neither routes nor plans again. The layer saves no expert outputs. With `Saved` it also saves token copies, replicas or
@@ -157,7 +157,7 @@ def moe(
         state: initial state, or the state returned by the last call.
         tokens: mask, ids, random key, segments and given experts of the tokens.
         losses: coefficients of the router losses; 0 by default.
-        return_routing: if True, also return the experts of each token, for `TokenInfo.experts`; False by default.
+        return_routing: if True, also return the experts per token, for `TokenInfo.experts`; False by default.
 
     Returns:
         Outputs `[T, H]`, statistics and the state for the next call; with `return_routing` also the experts `[T, K]`
@@ -220,7 +220,7 @@ class RoutingCounts(NamedTuple):
     experts: Int[Array, "T K"]  # expert of each copy of this rank; `NO_EXPERT` for copies with invalid routing
     # Weights of the router; not finite for copies with invalid routing, so that their outputs are not finite
     weights: RoutingWeights
-    counts: Counts  # copies routed by each rank to each expert; equal on all ranks
+    counts: Counts  # copies by source rank and expert; equal on all ranks
     asked: Counts  # counts before the capacity limit
     wrong: Int[Array, "R 5"]  # errors of each rank for `validation.check_routed`; equal on all ranks
     ok: Bool[Array, ""]  # whether the routing of all ranks is valid
@@ -234,7 +234,7 @@ def count(
     capacity: int | None = None,
     excess: Int[Array, "T"] | None = None,
 ) -> RoutingCounts:
-    """Gather the counts of this microbatch, equal on all ranks, with the routing errors of each rank."""
+    """Gather the counts of this microbatch, equal on all ranks, with the routing errors per rank."""
     valid = (routing.experts >= NO_EXPERT) & (routing.experts < num_experts)
     finite = jnp.isfinite(routing.weights)
     excess = jnp.zeros_like(routing.experts[:, 0]) if excess is None else excess
@@ -272,7 +272,7 @@ def _for_router(
 
 
 def _places(experts: Int[Array, "T K"], homes: Int[Array, "E"] | None) -> Int[Array, "T K"]:
-    """Return the place of each expert; invalid ids stay so."""
+    """Return the place per expert; invalid ids stay so."""
     if homes is None:
         return experts
     valid = (experts >= 0) & (experts < homes.shape[0])

@@ -1,4 +1,4 @@
-"""Routing of one rank: properties of the tokens, logits, and the experts of each token."""
+"""Routing of one rank: properties of the tokens, logits, and the experts per token."""
 
 from dataclasses import replace
 

@@ -48,7 +48,7 @@ class System:
             slot takes the memory of one expert's weights and gradients, shared by all layers. A single rank has none.
         relocates: if True, `nn.MoE` stores the places and running loads of experts, for relocation between ranks. Call
             `MoE.update_loads` in each step and `nn.relocate` at regular intervals. False by default.
-        migrate: gather of the experts of each expert domain before routing, over a mesh of `hybrid_mesh`. `None`
+        migrate: gather of the experts per expert domain before routing, over a mesh of `hybrid_mesh`. `None`
             (default), usual inside one datacenter, keeps experts at home.
 
     Raises:
@@ -137,7 +137,7 @@ class System:
             transfer: quantization of forward rows during transfers.
             saved: arrays saved for the backward pass.
             replica_slots: replica slots per rank.
-            migrate: gather of the experts of each expert domain.
+            migrate: gather of the experts per expert domain.
             relocates: whether home experts move between steps.
 
         Returns:

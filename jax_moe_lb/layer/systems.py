@@ -54,7 +54,7 @@ def plain(
         buffers: receive buffer; by default 1.05 x mean load and as many rounds as needed.
         headroom: rows of the receive buffer x mean load; `None` (default) takes that of `buffers`.
         max_rounds: maximum number of rounds; `None` (default) takes that of `buffers`.
-        dispatch: a `Dispatch`, or "direct", "once", "forward" or "rails"; by default chosen by rule for each layer.
+        dispatch: a `Dispatch`, or "direct", "once", "forward" or "rails"; by default chosen by rule per layer.
 
     Examples:
         >>> system = plain()
@@ -82,7 +82,7 @@ def greedy(
         buffers: receive buffer; by default 1.05 x mean load and as many rounds as needed.
         headroom: rows of the receive buffer x mean load; `None` (default) takes that of `buffers`.
         max_rounds: maximum number of rounds; `None` (default) takes that of `buffers`.
-        dispatch: a `Dispatch`, or "direct", "once", "forward" or "rails"; by default chosen by rule for each layer.
+        dispatch: a `Dispatch`, or "direct", "once", "forward" or "rails"; by default chosen by rule per layer.
 
     Examples:
         >>> system = greedy(replica_slots=2)
@@ -110,7 +110,7 @@ def ultraep(
         buffers: receive buffer; by default 1.05 x mean load and as many rounds as needed.
         headroom: rows of the receive buffer x mean load; `None` (default) takes that of `buffers`.
         max_rounds: maximum number of rounds; `None` (default) takes that of `buffers`.
-        dispatch: a `Dispatch`, or "direct", "once", "forward" or "rails"; by default chosen by rule for each layer.
+        dispatch: a `Dispatch`, or "direct", "once", "forward" or "rails"; by default chosen by rule per layer.
 
     Examples:
         >>> system = ultraep(replica_slots=2)
@@ -144,7 +144,7 @@ def exact(
         buffers: receive buffer; by default 1.05 x mean load and as many rounds as needed.
         headroom: rows of the receive buffer x mean load; `None` (default) takes that of `buffers`.
         max_rounds: maximum number of rounds; `None` (default) takes that of `buffers`.
-        dispatch: a `Dispatch`, or "direct", "once", "forward" or "rails"; by default chosen by rule for each layer.
+        dispatch: a `Dispatch`, or "direct", "once", "forward" or "rails"; by default chosen by rule per layer.
 
     Examples:
         >>> system = exact(replica_slots=2)
@@ -174,7 +174,7 @@ def two_tier(
         buffers: receive buffer; by default 1.05 x mean load and as many rounds as needed.
         headroom: rows of the receive buffer x mean load; `None` (default) takes that of `buffers`.
         max_rounds: maximum number of rounds; `None` (default) takes that of `buffers`.
-        dispatch: a `Dispatch`, or "direct", "once", "forward" or "rails"; by default chosen by rule for each layer.
+        dispatch: a `Dispatch`, or "direct", "once", "forward" or "rails"; by default chosen by rule per layer.
 
     Examples:
         >>> system = two_tier()
@@ -207,7 +207,7 @@ def hybridep(
         buffers: receive buffer; by default 1.05 x mean load and as many rounds as needed.
         headroom: rows of the receive buffer x mean load; `None` (default) takes that of `buffers`.
         max_rounds: maximum number of rounds; `None` (default) takes that of `buffers`.
-        dispatch: a `Dispatch`, or "direct", "once", "forward" or "rails"; by default chosen by rule for each layer.
+        dispatch: a `Dispatch`, or "direct", "once", "forward" or "rails"; by default chosen by rule per layer.
 
     Examples:
         >>> system = hybridep(replica_slots=2)
@@ -264,7 +264,7 @@ def fastermoe(
         buffers: receive buffer; by default 1.05 x mean load and as many rounds as needed.
         headroom: rows of the receive buffer x mean load; `None` (default) takes that of `buffers`.
         max_rounds: maximum number of rounds; `None` (default) takes that of `buffers`.
-        dispatch: a `Dispatch`, or "direct", "once", "forward" or "rails"; by default chosen by rule for each layer.
+        dispatch: a `Dispatch`, or "direct", "once", "forward" or "rails"; by default chosen by rule per layer.
 
     Examples:
         >>> system = fastermoe()
@@ -292,7 +292,7 @@ def eplb(
         buffers: receive buffer; by default 1.05 x mean load and as many rounds as needed.
         headroom: rows of the receive buffer x mean load; `None` (default) takes that of `buffers`.
         max_rounds: maximum number of rounds; `None` (default) takes that of `buffers`.
-        dispatch: a `Dispatch`, or "direct", "once", "forward" or "rails"; by default chosen by rule for each layer.
+        dispatch: a `Dispatch`, or "direct", "once", "forward" or "rails"; by default chosen by rule per layer.
 
     Examples:
         >>> system = eplb()
@@ -320,7 +320,7 @@ def eplb_plus(
         buffers: receive buffer; by default 1.05 x mean load and as many rounds as needed.
         headroom: rows of the receive buffer x mean load; `None` (default) takes that of `buffers`.
         max_rounds: maximum number of rounds; `None` (default) takes that of `buffers`.
-        dispatch: a `Dispatch`, or "direct", "once", "forward" or "rails"; by default chosen by rule for each layer.
+        dispatch: a `Dispatch`, or "direct", "once", "forward" or "rails"; by default chosen by rule per layer.
 
     Examples:
         >>> system = eplb_plus()

@@ -234,13 +234,13 @@ class MoE(nnx.Module):
             token_ids: `[...]` integers, for routers that read them, such as `HashRouter`; `None` by default.
             key: random key for routers that sample, such as `NoisyTopK`; pass a new one in each call. `None` by
                 default.
-            segments: `[..., S]` integers, for `Losses.sequence`: the document of each token in its sequence, from 0 to
+            segments: `[..., S]` integers, for `Losses.sequence`: the document per token in its sequence, from 0 to
                 `num_segments - 1`. Others, such as -1, are in none. `None` (default) for one document per sequence.
             num_segments: largest number of documents per sequence; required with `segments`.
-            experts: `[..., K]` integers, given experts of each token (router replay). In a token's row, -1 is no
+            experts: `[..., K]` integers, given experts per token (router replay). In a token's row, -1 is no
                 expert, but if all are -1, the router chooses. `None` (default) if the router chooses for all.
             weights: `[..., K]`, weights of the given experts; `None` (default) to compute them from the logits.
-            return_routing: if True, also return the experts of each token, for `experts`; False by default.
+            return_routing: if True, also return the experts per token, for `experts`; False by default.
 
         Returns:
             Outputs `[..., H]` with the sharding of `x`, and statistics stacked over the `D` groups. With

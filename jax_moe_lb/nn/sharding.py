@@ -219,7 +219,7 @@ def sharded_known(experts: Experts, *, migrate: GatherExpertDomain, mesh: Mesh) 
 
 
 def expert_specs(experts: Experts, topology: Topology, migrate: GatherExpertDomain | None) -> Experts:
-    """Return the `PartitionSpec` of each array of experts: whole matrices, but for tensor shards."""
+    """Return the `PartitionSpec` per array of experts: whole matrices, but for tensor shards."""
     return FsdpExperts().specs(experts, expert_axes(topology, migrate), topology.tensor_axes)
 
 

@@ -19,7 +19,7 @@ from jax_moe_lb.core.types import Axes, iota
 from jax_moe_lb.routing.routers import NO_EXPERT
 
 Split = tuple[Axes, ...]
-"""Mesh axes of each dimension."""
+"""Mesh axes per dimension."""
 
 
 def axis_names(axes: tuple[str, ...] | str | None) -> Axes:
@@ -212,7 +212,7 @@ def token_layout(shape: tuple[int, ...], mesh: Mesh, axes: Axes, known: Sequence
 
 
 def _assigned(shape: tuple[int, ...], mesh: Mesh, axes: Axes, known: Sequence[Axes]) -> tuple[Split, Axes]:
-    """Return the axes of each dimension, and the others."""
+    """Return the axes per dimension, and the others."""
     split: list[Axes] = [()] * len(shape)
     left: Axes = ()
     places = {axis: (dim,) for dim, part in enumerate(known) for axis in part if axis in axes}

@@ -10,13 +10,13 @@ class BalancerState(nnx.Variable):
 
 
 class RouterBias(nnx.Variable):
-    """Routing bias of each expert, `[E]` float32."""
+    """Routing bias per expert, `[E]` float32."""
 
     # `MoE.update_bias` updates it; it has no gradient.
 
 
 class ExpertHomes(nnx.Variable):
-    """Place of each expert, `[E]` int32."""
+    """Place per expert, `[E]` int32."""
 
     # `relocate` updates it; it has no gradient.
 

@@ -196,7 +196,7 @@ def domain_iota(served: Int[Array, "B P"]) -> Int[Array, "B P"]:
 
 
 def lowest(load: Int[Array, "B #P M"], able: Bool[Array, "B P M"]) -> tuple[Int[Array, "B P"], Int[Array, "B P"]]:
-    """Return the least loaded eligible rank for each expert, and the load."""
+    """Return the least loaded eligible rank per expert, and the load."""
     # Shapes are fixed, so ineligible ranks get the load `NO_LOAD`. argmin takes the first of equal values, like the C++
     # planners.
     load = jnp.where(able, load, NO_LOAD)
@@ -206,7 +206,7 @@ def lowest(load: Int[Array, "B #P M"], able: Bool[Array, "B P M"]) -> tuple[Int[
 def to_first_empty(
     placement: Int[Array, "B M S"], expert: Int[Array, "B #M"], ranks: Bool[Array, "B M"]
 ) -> Int[Array, "B M S"]:
-    """Put an expert into the first empty slot of each selected rank."""
+    """Put an expert into the first empty slot per selected rank."""
     # argmax of booleans gives the first empty slot. Use a mask instead of a scatter: most domains change no slot in a
     # step, and a scatter would need an index for them.
     first = jax.lax.argmax(placement < 0, 2, jnp.int32)

@@ -95,7 +95,7 @@ def _share(tokens: Int[Array, "B P"], copies: Int[Array, "B P"]) -> Int[Array, "
 def _add_replicas(
     tokens: Int[Array, "B P"], copies: Int[Array, "B P"], inside: Bool[Array, "B P M"], empty: Int[Array, "B M"]
 ) -> Int[Array, "B P"]:
-    """Return the planned number of copies of each expert of a domain."""
+    """Return the planned number of copies per expert of a domain."""
     b = iota(tokens.shape[0])
     # Further copies would find no slot in packing.
     limit = copies + ((empty > 0)[:, None] & ~inside).sum(2, dtype=jnp.int32)
@@ -160,7 +160,7 @@ Indices = Int[np.ndarray, "..."]
 def rebalance_experts(
     weight: Any, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int, *, distinct: bool = False
 ) -> tuple[Indices, Indices, Indices]:
-    """Return the expert of each physical expert, as in DeepSeek's `eplb.rebalance_experts`.
+    """Return the expert per physical expert, as in DeepSeek's `eplb.rebalance_experts`.
 
     Use it to compare with EPLB, or to place experts of a serving system free to move all of them. It moves home
     experts, too, so its result is not a `Plan`; the balancer `EPLB` keeps homes.
@@ -248,7 +248,7 @@ def _check_numbers(
 def _layer(
     load: np.ndarray, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int, distinct: bool
 ) -> tuple[Indices, Indices]:
-    """Return the expert of each physical expert of a layer, and the index of the copy."""
+    """Return the expert per physical expert of a layer, and the index of the copy."""
     groups = np.arange(len(load)).reshape(num_groups, -1)
     node, place = _pack(load[groups].sum(1), num_nodes)
     expert, copy = np.empty(num_replicas, np.int64), np.empty(num_replicas, np.int64)
@@ -275,7 +275,7 @@ def _replicate(load: ExpertWeights, num_items: int, limit: int) -> tuple[Indices
 
 
 def _pack(weight: ExpertWeights, num_bins: int, label: Indices | None = None) -> tuple[Indices, Indices]:
-    """Return the bin of each item and its position there, with equally full bins and distinct labels per bin."""
+    """Return the bin per item and its position there, with equally full bins and distinct labels per bin."""
     capacity = len(weight) // num_bins
     # EPLB returns before sorting in this case, and results must match EPLB's.
     if capacity == 1:

@@ -171,7 +171,7 @@ def _keeps(plans: Filled, limits: Array) -> Array:
 
 
 def _number(plans: Filled) -> Array:
-    """Return the number of replicas of each plan."""
+    """Return the number of replicas per plan."""
     return (plans.expert >= 0).sum((-1, -2), dtype=jnp.int32)
 
 

@@ -1,4 +1,4 @@
-"""FasterMoE's shadowing: a replica of each hot expert on every rank of the domain."""
+"""FasterMoE's shadowing: a replica per hot expert on every rank of the domain."""
 
 import jax
 import jax.numpy as jnp

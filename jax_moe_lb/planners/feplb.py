@@ -40,7 +40,7 @@ def feplb_planner(domain: int, num_dynamic: int, max_num_dyn: int, tau: int, ski
 
 
 def dynamic_experts(served: Int[AnyArray, "*B L"], num_dynamic: int) -> Bool[AnyArray, "*B L"]:
-    """Return the movable home experts of each rank: the `num_dynamic` with the most tokens served there."""
+    """Return the movable home experts per rank: the `num_dynamic` with the most tokens served there."""
     # The stable sort makes the lower of equal experts dynamic, as in C++. `TwoPhase` orders rows by the same rule, so a
     # planner with other ties would move rows that are not the last ones.
     order = jnp.argsort(served, axis=-1, descending=True, stable=True)

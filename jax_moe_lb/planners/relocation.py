@@ -36,7 +36,7 @@ def plan_relocation(
     equal.
 
     Future loads differ from past loads, so two further features are balanced. Squares of loads are balanced because hot
-    experts change most. The load of each expert group (`GroupLimit`) is balanced over domains because experts of a
+    experts change most. The load per expert group (`GroupLimit`) is balanced over domains because experts of a
     group become hot together. Experts are placed by longest processing time first. They are then swapped while a swap
     lowers the sum of squares over domains.
 
@@ -44,7 +44,7 @@ def plan_relocation(
         loads: `[layers, E]`, the load of each *expert*, or `[X, layers, E]` for several workloads, balanced together.
             Usually the running loads of the layer, `MoE.loads`.
         topology: topology of the group, with the domains.
-        homes: `[layers, E]` integers, the current place of each expert; `None` (default) puts expert `e` at place `e`.
+        homes: `[layers, E]` integers, the current place per expert; `None` (default) puts expert `e` at place `e`.
         num_groups: number of equal, contiguous expert groups of the router's group limit; 1 (default) for none.
         min_gain: minimum relative reduction of the busiest domain's load over the mean; with one domain, of the busiest
             rank's. Layers with a smaller gain are unchanged. 0 (default) moves experts for any gain; usually 0.02.
@@ -89,16 +89,16 @@ def plan_relocation(
 
 
 def apply_relocation(homes: Any, permutation: Any) -> Any:
-    """Return the place of each expert after permuting its layer's places.
+    """Return the place per expert after permuting its layer's places.
 
     Use it to compute the new homes without moving weights; `nn.relocate` updates a layer's homes in the same way.
 
     Args:
-        homes: `[layers, E]` integers, the current place of each expert.
+        homes: `[layers, E]` integers, the current place per expert.
         permutation: `[layers, E]` integers, the result of `plan_relocation`.
 
     Returns:
-        `[layers, E]` int32, the new place of each expert.
+        `[layers, E]` int32, the new place per expert.
 
     Examples:
         >>> import numpy as np
@@ -111,7 +111,7 @@ def apply_relocation(homes: Any, permutation: Any) -> Any:
 
 
 def moved_experts(permutation: Any, topology: Topology) -> Int[np.ndarray, "layers"]:
-    """Count the experts of each layer changing ranks, with the parameters and optimizer state.
+    """Count the experts per layer changing ranks, with the parameters and optimizer state.
 
     Multiply by `nn.expert_bytes` for the cost of a relocation. If all counts are 0, there is no relocation.
 
@@ -141,8 +141,8 @@ def domain_lower_bound(loads: Any, homes: Any, topology: Topology) -> Float[np.n
     helps.
 
     Args:
-        loads: `[layers, E]`, the load of each expert.
-        homes: `[layers, E]` integers, the place of each expert.
+        loads: `[layers, E]`, the load per expert.
+        homes: `[layers, E]` integers, the place per expert.
         topology: topology of the group, with the domains.
 
     Returns:
@@ -174,7 +174,7 @@ def _checked_loads(loads: Any) -> Loads:
 
 
 def _planned(loads: Loads, topology: Topology, num_groups: int) -> Bins:
-    """Return the planned place of each expert, `[layers, E]`."""
+    """Return the planned place per expert, `[layers, E]`."""
     _, num_layers, num_experts = loads.shape
     # Normalize, so that workloads of different size have equal weight. A layer without load is balanced.
     mean = loads.mean(2, keepdims=True)
@@ -191,7 +191,7 @@ def _planned(loads: Loads, topology: Topology, num_groups: int) -> Bins:
 
 
 def _levelled(shares: Features, num_bins: int, num_groups: int) -> Bins:
-    """Return the bin of each expert; all bins have equally many experts."""
+    """Return the bin per expert; all bins have equally many experts."""
     bins = _lpt(shares.mean(1), num_bins)
     return bins if num_bins == 1 else _swapped(_features(shares, num_groups), bins, num_bins)
 

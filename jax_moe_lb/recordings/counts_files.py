@@ -34,7 +34,7 @@ class Trace(NamedTuple):
     """Counts of several steps."""
 
     steps: list[int]  # number of each step in the training run
-    counts: Int[np.ndarray, "steps layers R E"]  # the token copies routed from each rank to each expert
+    counts: Int[np.ndarray, "steps layers R E"]  # the token copies by source rank and expert
 
 
 def read_counts(path: Path, limits: FileLimits = FileLimits()) -> Int[np.ndarray, "layers R E"]:

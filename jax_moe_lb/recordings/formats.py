@@ -148,7 +148,7 @@ def _is_int64(value: object) -> bool:
 
 
 def _spread(total: Int[np.ndarray, "steps layers E"], num_ranks: int | None, limits: FileLimits) -> RecordedCounts:
-    """Divide counts equally over the ranks; the remainder goes to different ranks for each expert."""
+    """Divide counts equally over the ranks; the remainder goes to different ranks per expert."""
     if num_ranks is None:
         raise ValueError("--ranks is missing; expected the number of ranks, absent from this recording")
     limits.check("array_bytes", total.size * num_ranks * 8, f"counts of {{}} bytes on {num_ranks} ranks")

@@ -143,7 +143,7 @@ def _summed(array: Array, axes: tuple[str, ...]) -> Array:
 
 
 def z_terms(logits: Logits) -> Float[Array, "T 1"]:
-    """Return the squared log-partition function of each token, `[T, 1]`; the z-loss is the mean."""
+    """Return the squared log-partition function per token, `[T, 1]`; the z-loss is the mean."""
     return jnp.square(jax.nn.logsumexp(logits, axis=-1, keepdims=True))
 
 

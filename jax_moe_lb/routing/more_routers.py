@@ -255,7 +255,7 @@ class NoisyTopK(Router):
 
 
 def _hash(ids: Int[Array, "T"], seed: int) -> Array:
-    """Return a hash of each id, uint32, equal on all machines (MurmurHash3 finalizer)."""
+    """Return a hash per id, uint32, equal on all machines (MurmurHash3 finalizer)."""
     x = ids.astype(jnp.uint32) + jnp.uint32(seed * 0x9E3779B9 % (1 << 32))
     for factor, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):
         x = (x ^ (x >> shift)) * jnp.uint32(factor)

@@ -1,4 +1,4 @@
-"""Routers: experts and weights of each token.
+"""Routers: experts and weights per token.
 
 Routers compute in float32 (or float64) for any dtype of the activations, because nearby scores must stay distinct.
 """
@@ -26,7 +26,7 @@ class Routing:
     """Experts and weights of the tokens of one rank, returned by every router.
 
     Args:
-        experts: `[T, K]` int32, the expert of each token copy, or `NO_EXPERT`.
+        experts: `[T, K]` int32, the expert per token copy, or `NO_EXPERT`.
         weights: `[T, K]`, factors of the expert outputs; gradients flow through them.
         logits: `[T, E]`, the router logits, for the z-loss.
         scores: `[T, E]`, nonnegative affinities with sum 1 over the experts, for the other losses.
@@ -64,9 +64,9 @@ class TokenInfo:
             `Losses.sequence`. A segment may span ranks. Tokens with other numbers than 0 to `num_segments - 1` are in
             none. `None` (default) without this loss.
         num_segments: number of segments of all ranks, some of which may be empty; static. Required with `segments`.
-        position: `[T]` int32, index of each token among the tokens of all ranks; `None` (default) if these are in the
+        position: `[T]` int32, index per token among the tokens of all ranks; `None` (default) if these are in the
             order of ranks. Routers always get it.
-        experts: `[T, K]` int32, given experts of each token, such as those of a rollout (router replay). In a token's
+        experts: `[T, K]` int32, given experts per token, such as those of a rollout (router replay). In a token's
             row, -1 is no expert, but if all are -1, the router chooses. `None` (default) if the router chooses for all.
         weights: `[T, K]`, weights of the given experts; `None` (default) to compute them from the logits by
             `with_experts` of the router.
@@ -182,7 +182,7 @@ class GroupLimit:
             raise ValueError(f"top_groups is {self.top_groups}; expected 1 to num_groups = {self.num_groups}")
 
     def __call__(self, scores: Logits) -> Logits:
-        """Return the scores, with `-inf` outside the best groups of each token.
+        """Return the scores, with `-inf` outside the best groups per token.
 
         Args:
             scores: `[T, E]`.
@@ -313,7 +313,7 @@ class TopK(Router):
 
         Args:
             logits: `[T, E]`, float32 or wider.
-            experts: `[T, K]` integers, the expert of each token copy.
+            experts: `[T, K]` integers, the expert per token copy.
             chosen: `[T, K]` bool, False for copies that do not count in the sum of weights, whose weights are
                 arbitrary; `None` (default) if all count. Each token needs a copy that counts.
 
@@ -439,7 +439,7 @@ def updated_bias(bias: Float[Array, "E"], load: Int[Array, "E"], rate: float = 1
 
     Args:
         bias: `[E]`, not updated by the optimizer.
-        load: `[E]` integers, token copies of each expert in this step, over all ranks.
+        load: `[E]` integers, token copies per expert in this step, over all ranks.
         rate: step size, DeepSeek-V3's gamma; 1e-3 by default.
 
     Returns:
@@ -457,7 +457,7 @@ def updated_bias(bias: Float[Array, "E"], load: Int[Array, "E"], rate: float = 1
 
 
 def tokens_per_expert(experts: Int[Array, "B C"], num_experts: int) -> Int[Array, "B E"]:
-    """Return the number of occurrences of each expert per row, `[B, E]` int32, ignoring ids outside `[0, E)`."""
+    """Return the number of occurrences per expert per row, `[B, E]` int32, ignoring ids outside `[0, E)`."""
     lines = jnp.broadcast_to(iota(experts.shape[0])[:, None], experts.shape)
     # Map negative ids past the end, where they are dropped: a negative index would count from the end.
     columns = jnp.where(experts < 0, num_experts, experts)

@@ -39,7 +39,7 @@ class Collective(StrEnum):
     """A ring per level, one level after the other; only a rank's shard crosses the outer levels."""
 
     DIRECT = "direct"
-    """Direct messages from each rank to every other rank at once, as in DeepEP's exchange of counts."""
+    """Direct messages from every rank to all others at once, as in DeepEP's exchange of counts."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,10 @@ class AnalyticGemm:
         return self.half_rows
 
     def seconds(self, rows: RowsPerSlot, row_flops: float, launches: int = 1) -> Seconds:
-        """Compute the seconds of each rank.
+        """Compute the seconds per rank.
 
         Args:
-            rows: `[R, S]`, rows of each slot.
+            rows: `[R, S]`, rows per slot.
             row_flops: Floating-point operations per row.
             launches: Number of grouped FFNs per rank, usually the number of rounds; 1 by default.
 
@@ -191,10 +191,10 @@ class MeasuredGemm:
         return self.rows[0] * (self.peak_flops_per_s / self.flops_per_s[0] - 1)
 
     def seconds(self, rows: RowsPerSlot, row_flops: float, launches: int = 1) -> Seconds:
-        """Compute the seconds of each rank.
+        """Compute the seconds per rank.
 
         Args:
-            rows: `[R, S]`, rows of each slot.
+            rows: `[R, S]`, rows per slot.
             row_flops: Floating-point operations per row.
             launches: Number of grouped FFNs per rank, usually the number of rounds; 1 by default.
 
@@ -265,7 +265,7 @@ class Cluster:
     description of the local machine.
 
     Args:
-        levels: Links of each level, outermost first.
+        levels: Links per level, outermost first.
         gemm: Cost model of expert FFNs; `AnalyticGemm()` by default.
         flops_per_s: Compute rate of one rank outside the experts, in floating-point operations per second; 400e12 by
             default. Usually a half to two thirds of the experts' peak.
@@ -341,7 +341,7 @@ class Cluster:
 
     @cached_property
     def inner(self) -> tuple[int, ...]:
-        """Number of ranks inside one member of each level, outermost first."""
+        """Number of ranks inside one member per level, outermost first."""
         sizes = [level.size for level in self.levels]
         return tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
 

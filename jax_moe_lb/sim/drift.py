@@ -189,7 +189,7 @@ def moments(trace: Int[np.ndarray, "steps layers R E"], per_token: int, lags: Se
 def _log_popularity(
     tokens: Num[np.ndarray, "steps layers E"], per_token: int
 ) -> tuple[Float[np.ndarray, "steps layers E"], Float[np.ndarray, "steps layers E"]]:
-    """Return the log popularity of each expert, and the variance added to it by sampling."""
+    """Return the log popularity per expert, and the variance added to it by sampling."""
     # The probability that a token chooses an expert is `1 - exp(-popularity)`, as in `skewed_counts`.
     copies = tokens.sum(-1, keepdims=True, dtype=np.float64)
     every = np.maximum(copies / per_token, 1.0)

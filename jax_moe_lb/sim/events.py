@@ -33,7 +33,7 @@ class Transfer:
 
 
 def fair_parts(transfers: Sequence[Transfer]) -> list[float]:
-    """Compute the share of the full speed for each transfer, under max-min fairness."""
+    """Compute the share of the full speed per transfer, under max-min fairness."""
     # All shares rise together; a transfer's share stops when one of its levels is full.
     # Demand of each transfer at full speed per level; 0 for transfers without bytes.
     needs = [[level / max(one.busy_s, TINY) for level in one.level_s] for one in transfers]
@@ -50,7 +50,7 @@ def fair_parts(transfers: Sequence[Transfer]) -> list[float]:
 
 
 def _taken(parts: list[float], needs: list[list[float]]) -> list[float]:
-    """Sum the used share of each level."""
+    """Sum the used share per level."""
     return [sum(part * need[level] for part, need in zip(parts, needs, strict=True)) for level in range(len(needs[0]))]
 
 
@@ -67,16 +67,16 @@ class Task:
     """Task on every rank, from `start` to `end`."""
 
     stage: str  # name in reports
-    layer: int  # index of its layer; -1 for none
     streams: tuple[str, ...]  # occupied streams and used links
     seconds_each: PerRank | float  # duration without link sharing, in seconds: one number, or one per rank
-    # Tasks to wait for: its dependencies, and the previous tasks of its streams
-    before: tuple["Task", ...] = field(repr=False)
-    together: bool  # if True, all ranks start at the same time, as in an exchange
-    flow: Flow | None  # bytes on links, or None
+    layer: int = -1  # index of its layer; -1 for none
+    together: bool = False  # if True, all ranks start at the same time, as in an exchange
+    flow: Flow | None = None  # bytes on links, or None
     rows: np.ndarray | None = None  # token copies served by each rank, or None
     transfer: Transfer | None = None  # demand for links shared with overlapping transfers, or None
     rank_bytes: float = 0.0  # bytes sent by each rank to ranks of other groups, over links outside any flow
+    # Tasks to wait for: its dependencies, and the previous tasks of its streams; set by `Timeline.add`
+    before: tuple["Task", ...] = field(default=(), repr=False)
     # Start on each rank, in seconds since the start of the step; set by `Timeline.solve`
     start: PerRank = field(default_factory=lambda: np.zeros(0))
     end: PerRank = field(default_factory=lambda: np.zeros(0))  # end on each rank, likewise
@@ -104,26 +104,12 @@ class Timeline:
     tasks: list[Task] = field(default_factory=list)  # tasks so far
     _last: dict[str, Task] = field(default_factory=dict, repr=False)
 
-    def add(
-        self,
-        stage: str,
-        streams: tuple[str, ...],
-        seconds: PerRank | float,
-        after: tuple[Task, ...] = (),
-        *,
-        layer: int = -1,
-        together: bool = False,
-        flow: Flow | None = None,
-        rows: np.ndarray | None = None,
-        links: tuple[str, ...] = (),
-        transfer: Transfer | None = None,
-        rank_bytes: float = 0.0,
-    ) -> Task:
-        """Append a task to the streams."""
-        used = streams if transfer is not None else streams + links
+    def add(self, task: Task, after: tuple[Task, ...] = (), links: tuple[str, ...] = ()) -> Task:
+        """Append a task to the streams and links, after others."""
+        used = task.streams if task.transfer is not None else task.streams + links
         # A stream runs its tasks in sequence, in the order of these calls.
-        before = (*after, *(self._last[stream] for stream in used if stream in self._last))
-        task = Task(stage, layer, streams + links, seconds, before, together, flow, rows, transfer, rank_bytes)
+        task.before = (*after, *(self._last[stream] for stream in used if stream in self._last))
+        task.streams += links
         self.tasks.append(task)
         self._last |= dict.fromkeys(used, task)
         return task
@@ -159,7 +145,7 @@ class Timeline:
         return path[::-1]
 
     def exposed_s(self) -> dict[str, float]:
-        """Sum the seconds of each stage on the critical path; all stages sum to the time of the step."""
+        """Sum the seconds per stage on the critical path; all stages sum to the time of the step."""
         exposed: dict[str, float] = defaultdict(float)
         for task, rank in self.critical_path():
             exposed[task.stage] += float(task.end[rank] - task.start[rank])

@@ -21,7 +21,7 @@ MOST_COUNTS = 2**28
 """Maximum number of counts of all separately planned layers; they take 1 GiB."""
 
 MOST_RANK_LAYERS = 2**21
-"""Maximum product of ranks and layers of a timeline, which stores the start and end of every task of each rank."""
+"""Maximum product of ranks and layers of a timeline, which stores the start and end of every task per rank."""
 
 MOST_PLANNED_RANKS = 256
 """Maximum number of ranks for which `advise` samples all counts; larger machines use `sim/uniform.py`."""

@@ -154,7 +154,7 @@ def _fitted(
     rng: np.random.Generator,
     path: Float[np.ndarray, "steps E"],
 ) -> Float[np.ndarray, "steps E"]:
-    """Return the probability of each expert per token, at the power with the given imbalance in the last step."""
+    """Return the probability per expert per token, at the power with the given imbalance in the last step."""
     most = 1.0
 
     def chances(power: float, drifted: Float[np.ndarray, "*D E"]) -> Float[np.ndarray, "*D E"]:
@@ -196,7 +196,7 @@ def _as_spread(
 def _own(
     chances: Float[np.ndarray, "steps E"], drift: Drift, num_ranks: int, rng: np.random.Generator
 ) -> Float[np.ndarray, "steps R E"]:
-    """Return the probabilities of each rank, given its own text."""
+    """Return the probabilities per rank, given its own text."""
     every = np.tile(chances[:, None], (1, num_ranks, 1))
     if not drift.rank_std:
         return every
@@ -218,7 +218,7 @@ def _places(shape: LoadShape, num_experts: int, num_ranks: int, rng: np.random.G
 def _logs(
     shape: LoadShape, power: float, places: Float[np.ndarray, "..."], model: ModelShape
 ) -> Float[np.ndarray, "E"]:
-    """Compute the log popularity of each expert; at power 0 all are equal."""
+    """Compute the log popularity per expert; at power 0 all are equal."""
     logs: np.ndarray = power * places
     if shape in (LoadShape.RANKS, LoadShape.HOT):
         inside: np.ndarray = -np.log(np.arange(1.0, model.experts // len(places) + 1))

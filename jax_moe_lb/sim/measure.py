@@ -72,7 +72,7 @@ def median_s(call: Callable[[], Any], repeats: int) -> float:
 
 HIDDEN, INNER, GROUPS = 256, 512, 4
 ROWS = (1, 4, 16, 64, 256, 1024)
-"""Points of the curve, in rows of each expert."""
+"""Points of the curve, in rows per expert."""
 
 FEW_ROWS, MANY_ROWS = 8, 8192
 """Rows per rank of the measured exchanges: the first shows the latency, the second the bandwidth."""

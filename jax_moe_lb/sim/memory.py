@@ -65,7 +65,7 @@ class Memory(ByteBreakdown):
 
     @property
     def by_name(self) -> dict[str, float]:
-        """Bytes of each nonzero part, by the name in messages."""
+        """Bytes per nonzero part, by the name in messages."""
         return {NAMES.get(name, name): value for name, value in asdict(self).items() if value}
 
     @property

@@ -281,7 +281,7 @@ class Parallel:
         return replace(self, pipeline=Peers(), microbatches=1, interleave=1)
 
     def share(self, model: ModelShape, cluster: Cluster) -> ModelShape:
-        """Return the part of a model held by one rank: some layers, and a slice of the inner width of each expert.
+        """Return the part of a model held by one rank: some layers, and a slice of the inner width per expert.
 
         Args:
             model: Shape of the whole model.

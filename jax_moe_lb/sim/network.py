@@ -122,7 +122,7 @@ def busy_s(flow: Flow, cluster: Cluster, *, copy_engine: bool = False) -> float:
 
 
 def level_seconds(flow: Flow, cluster: Cluster, *, copy_engine: bool = False) -> tuple[float, ...]:
-    """Compute the time of the busiest link of each level, in seconds."""
+    """Compute the time of the busiest link per level, in seconds."""
     times = []
     for at, level in enumerate(cluster.levels):
         rate = level.bytes_per_s
@@ -142,7 +142,7 @@ def latency_s(flow: Flow, cluster: Cluster) -> float:
 
 
 def level_bytes(flow: Flow, cluster: Cluster) -> tuple[float, ...]:
-    """Sum the bytes sent by all links of each level."""
+    """Sum the bytes sent by all links per level."""
     totals = []
     for mean, level, inner in zip(flow.mean_sent, cluster.levels, cluster.inner, strict=True):
         totals.append(mean * (cluster.num_ranks // inner * level.links))

@@ -23,7 +23,7 @@ RowsByRound = Int[np.ndarray, "N R R"]
 """Rows from rank to rank in each round; rows on the diagonal stay on the rank."""
 
 TurnRows = Int[np.ndarray, "N R S"]
-"""Rows of each slot served in turns: no rank starts a turn before all ranks ended the one before."""
+"""Rows per slot served in turns: no rank starts a turn before all ranks ended the one before."""
 
 
 class PaddedHop(NamedTuple):

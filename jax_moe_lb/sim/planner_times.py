@@ -1,6 +1,6 @@
 """Times of planners where they run, from a table written by a benchmark.
 
-`planner_times.yaml` has one row for each balancer, place and size, written by `python -m benchmarks.plans plans
+`planner_times.yaml` has one row per balancer, place and size, written by `python -m benchmarks.plans plans
 planners --write`.
 """
 

@@ -108,8 +108,8 @@ class Report:
 
     Args:
         step_s: Time of the step, in seconds.
-        stages: Totals of each stage by its name, in the order of their first tasks.
-        level_bytes: Bytes sent on all links of each level, by its name.
+        stages: Totals per stage by its name, in the order of their first tasks.
+        level_bytes: Bytes sent on all links per level, by its name.
         imbalance_before: `max / mean` of the load at home, mean over layers; 1 for uniform routing.
         imbalance_after: `max / mean` of the load under the plans, mean over layers. 1.05 or less is usual for planned
             quotas with enough slots.
@@ -203,7 +203,7 @@ def _works(
     migration: Migration,
     states: States | None,
 ) -> tuple[list[LayerWork], States]:
-    """Return the work of each layer of the counts, and the states after it."""
+    """Return the work per layer of the counts, and the states after it."""
     before = states or itertools.repeat(None, len(counts))
     found = [
         layer_work(system, model, cluster, layer, migration, state) for layer, state in zip(counts, before, strict=True)
@@ -231,11 +231,11 @@ def replay(
         cluster: Machine.
         trace: `[steps, X, R, E]` or `[steps, R, E]`, integer counts of every step.
         migration: Gathers of expert domains; none by default.
-        step: Passes of each step; forward and backward by default.
+        step: Passes per step; forward and backward by default.
         states: Balancer states before the first step, as returned by `remembered`; None by default.
 
     Yields:
-        The report of each step.
+        The report per step.
 
     Examples:
         >>> import numpy as np

@@ -95,7 +95,9 @@ class Scheduler:
                 ready = self._backward(layers[at], at, ready)
         if self.model.other_s and self.is_last:
             summed = [task for task in self.timeline.tasks if task.stage == DATA_SUMS][-1:]
-            self.timeline.add("other", ("compute",), self.model.other_s, (*ready, *summed, *self.timeline.tasks[-1:]))
+            self.timeline.add(
+                Task("other", ("compute",), self.model.other_s), (*ready, *summed, *self.timeline.tasks[-1:])
+            )
         self.timeline.solve()
 
     def _forward(self, work: LayerWork, at: int, ready: tuple[Task, ...]) -> tuple[Task, ...]:
@@ -109,7 +111,7 @@ class Scheduler:
         planned = counted
         if work.planner_s:
             # The planner runs on the host, in parallel with compute.
-            planned = (self.timeline.add("plan", ("host",), work.planner_s, counted, layer=at),)
+            planned = (self.timeline.add(Task("plan", ("host",), work.planner_s, at), counted),)
         served, last = tuple[Task, ...](), work.waves[-1]
         if len(work.waves) > 1:
             # The first wave needs neither plan nor weights; the weights travel during its experts.
@@ -136,7 +138,7 @@ class Scheduler:
         counted = (routed, *self._exchanges("counts", self._if_counted(*work.counts), at, (routed,)))
         # Addresses at home follow from the counts, so only the moved copies wait for the plan.
         told = self._exchanges("counts", self._if_counted(work.address), at, counted)
-        planned = (self.timeline.add("plan", ("host",), work.planner_s, counted, layer=at),)
+        planned = (self.timeline.add(Task("plan", ("host",), work.planner_s, at), counted),)
         first, second = work.waves
         sent = self._dispatch("dispatch", _of_home(work), at, (*counted, *told))
         held += self._weights("weights", work, at, (*planned, *sent))
@@ -248,7 +250,7 @@ class Scheduler:
     ) -> Task:
         """Add an exchange with ranks of other groups; all ranks start it together."""
         return self.timeline.add(
-            stage, (f"{links} links",), seconds, after, layer=at, together=True, rank_bytes=rank_bytes
+            Task(stage, (f"{links} links",), seconds, at, together=True, rank_bytes=rank_bytes), after
         )
 
     def _shared(self, mark: str, at: int, after: tuple[Task, ...], factor: float) -> None:
@@ -289,7 +291,7 @@ class Scheduler:
         return (sends + bool(mark and self.cluster.communication.padded)) * wave.rounds
 
     def _begin(self, wave: Wave, at: int, after: tuple[Task, ...]) -> list[tuple[Task, ...]]:
-        """Add the exchanges of a dispatch that need no plan; return the last task of each chunk."""
+        """Add the exchanges of a dispatch that need no plan; return the last task per chunk."""
         if not wave.early:
             return []
         after = self._permute("", wave, 1, at, after)
@@ -348,7 +350,7 @@ class Scheduler:
             # Seed by layer and stage, so that all systems get the same factors, regardless of their other tasks.
             rng = np.random.default_rng([self.cluster.jitter_seed, at, zlib.crc32(stage.encode())])
             seconds = seconds * rng.lognormal(-(deviation**2) / 2, deviation, self.timeline.num_ranks)
-        return self.timeline.add(stage, ("compute",), seconds, after, layer=at, rows=rows)
+        return self.timeline.add(Task(stage, ("compute",), seconds, at, rows=rows), after)
 
     def _exchanges(
         self,
@@ -366,20 +368,11 @@ class Scheduler:
         for flow in flows:
             if flow.is_empty:
                 continue
+            flow_s = seconds(flow, self.cluster, messages=messages, copy_engine=engine)
+            transfer = self._transfer(flow, engine, messages)
             # Every rank of an exchange waits for all others, so it starts on all of them together.
-            last = (
-                self.timeline.add(
-                    stage,
-                    streams,
-                    seconds(flow, self.cluster, messages=messages, copy_engine=engine),
-                    last or after,
-                    layer=at,
-                    together=True,
-                    flow=flow,
-                    links=self._links(flow),
-                    transfer=self._transfer(flow, engine, messages),
-                ),
-            )
+            task = Task(stage, streams, flow_s, at, together=True, flow=flow, transfer=transfer)
+            last = (self.timeline.add(task, last or after, self._links(flow)),)
         return last
 
     def _transfer(self, flow: Flow, engine: bool, messages: int) -> Transfer | None:

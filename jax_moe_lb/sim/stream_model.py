@@ -108,7 +108,7 @@ class ExpertDomainChoice:
 
     @property
     def domain_sizes(self) -> tuple[int, ...]:
-        """Expert-domain size of each level, outermost first."""
+        """Expert-domain size per level, outermost first."""
         return tuple(choice.best.domain_size for choice in self.levels)
 
     def __str__(self) -> str:

@@ -39,7 +39,7 @@ def rows_per_slot(plan: Plan) -> Int[np.ndarray, "R S"]:
 
 
 def _homes(plan: Plan) -> Int[np.ndarray, "R X"]:
-    """Return the home rank of each replica; -1 for an empty slot."""
+    """Return the home rank per replica; -1 for an empty slot."""
     replicas = plan.placement[:, plan.num_home :]
     return np.where(replicas >= 0, replicas // plan.num_home, -1)
 

@@ -195,7 +195,7 @@ class Codec:
         """Select the largest entries by magnitude.
 
         Args:
-            differences: `[G, ...]` for each weight array, float32 or wider.
+            differences: `[G, ...]` per weight array, float32 or wider.
             like: experts with the dtypes of the selected values.
         """
         pairs = [self._largest(d, w) for d, w in zip(jax.tree.leaves(differences), jax.tree.leaves(like), strict=True)]

@@ -67,10 +67,10 @@ class TransportCost:
     """Bytes per layer sent by a rank to each other rank to announce its rows: two integers."""
 
     def waves(self, counts: Counts, start: Plan, plan: Plan, balancer: Balancer) -> list[tuple[Counts, Plan]]:
-        """Return the counts and the plan of each wave; by default one wave. Only the last wave needs the plan.
+        """Return the counts and the plan per wave; by default one wave. Only the last wave needs the plan.
 
         Args:
-            counts: `[R, E]` integers, copies routed by each rank to each expert.
+            counts: `[R, E]` integers, copies by source rank and expert.
             start: initial plan of the balancer.
             plan: plan of the balancer, legal for the counts.
             balancer: balancer of the system.
@@ -89,7 +89,7 @@ class TransportCost:
             topology: ranks of a node and its rails.
 
         Returns:
-            `[R, R]` for each exchange; rows on the diagonal stay on the rank.
+            `[R, R]` per exchange; rows on the diagonal stay on the rank.
 
         Raises:
             ValueError: the dispatch does not support the plan.

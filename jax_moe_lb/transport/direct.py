@@ -79,7 +79,7 @@ class Direct(CopyDispatch[DirectReceipt]):
     def send(
         self, copies: Copies, receipt: DirectReceipt, i: Int[Array, ""], topology: Topology
     ) -> tuple[Rows, GroupSizes]:
-        """Send round `i`: return the rows that this rank serves, sorted by slot, and the rows of each slot.
+        """Send round `i`: return the rows that this rank serves, sorted by slot, and the rows per slot.
 
         See `Exchange.send`.
         """

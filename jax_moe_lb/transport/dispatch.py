@@ -26,7 +26,7 @@ class Routed(NamedTuple):
     """Routing of a microbatch, before the plan."""
 
     experts: Int[Array, "T K"]  # expert of each copy of this rank; `NO_EXPERT` for unrouted copies
-    counts: Counts  # copies routed by each rank to each expert; equal on all ranks
+    counts: Counts  # copies by source rank and expert; equal on all ranks
     weights: RoutingWeights  # weights of the outputs of a token's copies, float32 or wider
 
 
@@ -142,7 +142,7 @@ class Dispatch(DispatchOptions[ReceiptT]):
         `moe` treats such tokens as invalid routing. By default `None`: there is room for any token.
 
         Args:
-            experts: `[T, K]` integers, expert of each choice by place; those out of range are ignored.
+            experts: `[T, K]` integers, expert per choice by place; those out of range are ignored.
             num_experts: `E`.
             topology: topology of the layer.
         """
@@ -166,7 +166,7 @@ class Dispatch(DispatchOptions[ReceiptT]):
 @dataclass(frozen=True)
 @checked_fields
 class CopyDispatch(Dispatch[ReceiptT], Exchange[ReceiptT]):
-    """Dispatch of one row for each token copy, in rounds of `send` and `send_back`.
+    """Dispatch of one row per token copy, in rounds of `send` and `send_back`.
 
     Examples:
         >>> from jax_moe_lb.transport import Direct, MultiRailDispatch, Once

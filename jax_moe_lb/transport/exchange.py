@@ -177,8 +177,8 @@ class DispatchOptions(abc.ABC, Generic[ReceiptT]):
         """Compute the destination of every copy of this rank.
 
         Args:
-            experts: `[T, K]` int32, expert of each copy; `NO_EXPERT` for unrouted copies.
-            counts: `[R, E]` int32, copies routed by each rank to each expert.
+            experts: `[T, K]` int32, expert per copy; `NO_EXPERT` for unrouted copies.
+            counts: `[R, E]` int32, copies by source rank and expert.
             plan: plan, legal for `counts` and equal on all ranks.
             topology: topology of the layer; copies travel between the ranks of the expert axes.
 
@@ -217,7 +217,7 @@ class Exchange(DispatchOptions[ReceiptT]):
         """Write the outputs of round `i` into `out`, in sending order; the transpose of `send`.
 
         Args:
-            rows: `[A, H]`, output of each row returned by `send` in this round.
+            rows: `[A, H]`, output per row returned by `send` in this round.
             receipt: return value of `address`.
             i: int32, index of the round, from 0.
             out: `[C, H]`, outputs of earlier rounds; rows of other rounds are unchanged.
@@ -241,7 +241,7 @@ def sending_order(experts: Int[Array, "C"], going: Int[Array, "E R"], plan: Plan
 
 
 def inverse_order(order: Int[Array, "C"]) -> Int[Array, "C"]:
-    """Return the position of each copy in an order, by one scatter, which is cheaper than a sort."""
+    """Return the position per copy in an order, by one scatter, which is cheaper than a sort."""
     return jnp.zeros_like(order).at[order].set(iota(order.shape[0]), unique_indices=True)
 
 
@@ -288,14 +288,14 @@ CopyWeights = Float[Array, "C 1"]
 
 
 def to_sending_order(tokens: Tokens, receipt: Receipt, per_token: int) -> Copies:
-    """Gather the `K` copies of each token, in sending order."""
+    """Gather the `K` copies per token, in sending order."""
     # Unsigned: a signed quotient and a signed index have 20 more operations, which a gather on GPUs repeats for every
     # few entries of a row.
     return rows_at(tokens, receipt.order.astype(jnp.uint32) // per_token)
 
 
 def sum_of_copies(copies: Copies, receipt: Receipt, per_token: int) -> Tokens:
-    """Sum the copies of each token; the transpose of `to_sending_order`."""
+    """Sum the copies per token; the transpose of `to_sending_order`."""
     # The sum is in the order of choices, in float32 or wider.
     place = receipt.place.reshape(-1, per_token)
     total = sum(_of_choice(copies, receipt, place[:, k], wide_dtype(copies)) for k in range(per_token))
@@ -315,7 +315,7 @@ def combine(copies: Copies, weights: RoutingWeights, receipt: Receipt) -> Tokens
 
 
 def weights_in_order(weights: RoutingWeights, receipt: Receipt) -> CopyWeights:
-    """Return the weight of each copy in sending order."""
+    """Return the weight per copy in sending order."""
     return weights.reshape(-1, 1)[receipt.order]
 
 

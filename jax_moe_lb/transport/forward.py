@@ -67,7 +67,7 @@ class Forward(ListDispatch):
         return replace(self, max_nodes=max_nodes) if self.max_nodes is None else self
 
     def excess_nodes(self, experts: Int[Array, "T K"], num_experts: int, topology: Topology) -> Int[Array, "T"] | None:
-        """Return the number of nodes of each token with more than `max_nodes`; see `Dispatch.excess_nodes`."""
+        """Return the number of nodes per token with more than `max_nodes`; see `Dispatch.excess_nodes`."""
         nodes = topology.num_ranks // topology.levels[-1].size
         if self.max_nodes is None or self.max_nodes >= min(nodes, experts.shape[1]):
             return None

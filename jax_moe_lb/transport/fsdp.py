@@ -1,6 +1,6 @@
 """Fully sharded experts: matrices split over further mesh axes, gathered for the layer.
 
-`scan_prefetched` scans over layers and gathers the experts of each layer during the previous one.
+`scan_prefetched` scans over layers and gathers the experts per layer during the previous one.
 """
 
 from collections.abc import Callable
@@ -76,7 +76,7 @@ class FsdpExperts:
         return jax.tree.map_with_path(gather, experts)
 
     def specs(self, experts: Experts, expert_axes: Axes = (), tensor_axes: Axes = ()) -> Experts:
-        """Return the `PartitionSpec` of each weight array.
+        """Return the `PartitionSpec` per weight array.
 
         Args:
             experts: experts of this kind, or the shapes.

@@ -138,13 +138,13 @@ class Lists:
         return jax.lax.all_gather(self._edge(i + 1) - self._edge(i), group.axes)
 
     def share(self, i: Int[Array, ""] | int) -> Int[Array, "P"]:
-        """Return the copies of each list before step `i`, `floor(copies * i / steps)`."""
+        """Return the copies per list before step `i`, `floor(copies * i / steps)`."""
         i = jnp.minimum(i, self.steps)
         # Without products above 2^31.
         return self.copies // self.steps * i + self.copies % self.steps * i // self.steps
 
     def _edge(self, i: Int[Array, ""] | int) -> Int[Array, "P"]:
-        """Return the first row of each list in step `i` or later: the first with as many copies before it."""
+        """Return the first row per list in step `i` or later: the first with as many copies before it."""
         first = starts(self.copies) + self.share(i)
         return (self.before[None] < first[:, None]).sum(1, dtype=jnp.int32)
 
@@ -201,7 +201,7 @@ class Step:
 
     @property
     def position(self) -> Int[Array, "Q"]:
-        """Position of each row in the operand, `[Q]` int32; negative for rows of other steps."""
+        """Position per row in the operand, `[Q]` int32; negative for rows of other steps."""
         rank, row = self.lists.rank, iota(self.lists.rank.shape[0])
         # Rows of no list have a rank out of range: their size is 0.
         first, size, start = (
@@ -227,12 +227,12 @@ class Step:
         return values[self.lists.entry[self.sent]]
 
     def codes(self) -> Int[Array, "B K"]:
-        """Return the codes of the choices of each sent row; 0 for choices of other ranks."""
+        """Return the codes of the choices per sent row; 0 for choices of other ranks."""
         mine = self.of_rows(self.lists.row) == self.sent[:, None]
         return jnp.where(mine, self.of_rows(self.lists.code), 0)
 
     def exchange(self, rows: Shaped[Array, "B W"], num_rows: int, site: str) -> Shaped[Array, "A W"]:
-        """Send one row of an array for each sent row, into a new buffer; see `send`."""
+        """Send one row of an array per sent row, into a new buffer; see `send`."""
         return self._hop().there(rows, empty_buffer(rows, num_rows), site)
 
     def clear(self, received: Shaped[Array, "A W"]) -> Shaped[Array, "A W"]:
@@ -253,13 +253,13 @@ class Step:
         return sum_rows(self._back(rows, site), at, owners=self._owners())
 
     def _owners(self) -> RowOwners:
-        """Return the entry of each returned row."""
+        """Return the entry per returned row."""
         first, last = (0, self.lists.row.shape[0]) if self.entries is None else self.entries
         is_sent = iota(self.num_sent) < self.size.sum(dtype=jnp.int32)
         return RowOwners(jnp.where(is_sent, self.lists.entry[self.sent] - first, last - first))
 
     def choices_back(self, values: Float[Array, "A K"], site: str) -> Float[Array, "N K"]:
-        """Return one number for each choice from the rank that serves it; the transpose of `send_choices`."""
+        """Return one number per choice from the rank that serves it; the transpose of `send_choices`."""
         back = self._back(values, site)
         at = jnp.append(self.position, -1)[self.lists.row]
         choice = iota(values.shape[1])[None]
@@ -277,7 +277,7 @@ def is_first(row: PerChoice, none: int) -> Bool[Array, "N K"]:
 
 
 def rows_with_padding(buffers: Buffers, num_copies: int, per_token: int, num_sources: int) -> int:
-    """Return the rows of a rank's buffers for lists: `A`, and `K` for each source."""
+    """Return the rows of a rank's buffers for lists: `A`, and `K` per source."""
     # A list has an even share of its copies in a round, rounded up, and the last row may have `K - 1` more.
     rows = buffers.rows(num_copies) + per_token * num_sources
     return rows if rows < 8 * TILE_ROWS else -(-rows // TILE_ROWS) * TILE_ROWS

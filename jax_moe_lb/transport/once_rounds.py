@@ -86,7 +86,7 @@ class Route(NamedTuple):
         return jnp.concatenate([step.exchange(step.of_rows(values), rows, site) for step in steps])
 
     def to_tokens(self, entries: Entries, receipt: ListReceipt, like: Tokens) -> Tokens:
-        """Sum values of the entries of each token, in the dtype of the tokens; the transpose of `to_entries`."""
+        """Sum values of the entries per token, in the dtype of the tokens; the transpose of `to_entries`."""
         entries = tuple(part.astype(like.dtype) for part in entries)
         if (steps := self.first_hop(receipt)) is None:
             return entries[0]

@@ -46,7 +46,7 @@ OfCopies = tuple[Copies, CopyWeights]
 """Gradients of copies and of the weights, in sending order."""
 
 RowWeights = Float[Array, "A 1"]
-"""Factor of the output of each row."""
+"""Factor of the output per row."""
 
 PullBack = Callable[[BackwardRows, GroupSizes, Any], tuple[Rows, RowWeights, Any]]
 """Backward function of the rows of one round.

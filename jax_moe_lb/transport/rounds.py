@@ -60,7 +60,7 @@ KEPT_NAMES = ("moe_dispatched_rows", "moe_replicas", "moe_hidden")
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def in_rounds(inputs: Inputs, replicate: Replicate, exchange: Exchange, topology: Topology) -> Tokens:
-    """Send every token copy to the serving rank, apply its expert, and sum the outputs of each token."""
+    """Send every token copy to the serving rank, apply its expert, and sum the outputs per token."""
     # `Dispatch.serve` calls it. A custom `serve` can call it if plan and receipt exist before the first transfer.
     # Reverse mode cannot differentiate a loop of unknown length, so the backward pass is handwritten and runs the same
     # rounds. Each round sends the copies and the gradients of their outputs, and returns the gradients of the copies.

@@ -21,7 +21,7 @@ PASSES = 2
 
 
 def in_order(experts: Choices, going: Going) -> Int[Array, "N K"]:
-    """Return the rank of each choice: the first copies of an expert go to the lowest rank."""
+    """Return the rank per choice: the first copies of an expert go to the lowest rank."""
     (num_experts, num_ranks), flat = going.shape, experts.reshape(-1)
     by_expert = jnp.argsort(jnp.where(flat < 0, num_experts, flat), stable=True)
     ranks = jnp.tile(iota(num_ranks), num_experts)
@@ -31,7 +31,7 @@ def in_order(experts: Choices, going: Going) -> Int[Array, "N K"]:
 
 
 def preferring(experts: Choices, going: Going) -> Int[Array, "N K"]:
-    """Return the rank of each choice: copies prefer ranks that their entry visits, as far as `going` allows."""
+    """Return the rank per choice: copies prefer ranks that their entry visits, as far as `going` allows."""
     # Choices of experts with a single rank are fixed. In each pass, another choice takes a rank visited by its entry,
     # the one with most copies left; earlier entries come first. The remaining choices follow in order.
     of = jnp.maximum(experts, 0)

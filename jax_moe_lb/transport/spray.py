@@ -102,7 +102,7 @@ class RowRanges:
     size: Int[Array, "*N"]  # rows of each range
 
     def within(self, window: StreamWindow) -> tuple[Array, Array]:
-        """Return the rows of each range before the window, and inside it."""
+        """Return the rows per range before the window, and inside it."""
         first, last = window
         skipped = jnp.clip(first - self.start, 0, self.size)
         return skipped, jnp.clip(last - self.start, 0, self.size) - skipped
@@ -276,7 +276,7 @@ def _between_nodes(rows: Int[Array, "R R"], members: int) -> Int[Array, "G G"]:
 
 
 def _in_order(size: Int[Array, "*N"], axes: tuple[int, ...], num_rows: int) -> Int[Array, "B"]:
-    """Return the source row of each row after blocks move from row-major order to the order of `axes`."""
+    """Return the source row per row after blocks move from row-major order to the order of `axes`."""
     first = starts(size.reshape(-1)).reshape(size.shape)
     return concatenated(first.transpose(axes), size.transpose(axes), num_rows)
 
@@ -434,7 +434,7 @@ def _window(i: Int[Array, ""], k: Int[Array, ""], step: Int[Array, ""], capacity
 
 
 def _rows_per_step(rail_rows: RailRows, capacity: int, rounds: Int[Array, ""], topology: Topology) -> Int[Array, ""]:
-    """Return the rows of each stream per step: the first halving of `A` that fits the buffers of all rail ranks."""
+    """Return the rows per stream per step: the first halving of `A` that fits the buffers of all rail ranks."""
 
     def most_held(step: Array) -> Array:
         steps = (capacity + step - 1) // step
@@ -471,13 +471,13 @@ def _way(
 
 
 def _slot_rows(coming: Int[Array, "R S"], capacity: int) -> Int[Array, "A"]:
-    """Return the position in slot order of each row of a round's part of the stream."""
+    """Return the position in slot order per row of a round's part of the stream."""
     order = by_slot(coming, capacity)
     return jnp.zeros_like(order).at[order].set(iota(capacity))
 
 
 def _rows_of_way(way: RailRoute, slot_rows: Int[Array, "A"], i: Int[Array, ""]) -> Int[Array, "A"]:
-    """Return the position in slot order of each received row; `A` for buffer rows without a copy."""
+    """Return the position in slot order per received row; `A` for buffer rows without a copy."""
     capacity = slot_rows.shape[0]
     # Buffer rows without a copy have stream position -1: clip it into range, then replace the result.
     row = jnp.clip(way.stream_row - i * capacity, 0, capacity - 1)

@@ -205,7 +205,7 @@ Dynamic = Bool[Array, "E"]
 
 @pytree
 class Streams:
-    """Positions of the rows of each expert in the stream of the home."""
+    """Positions of the rows per expert in the stream of the home."""
 
     first: Int[Array, "E"]  # first row of each expert
     size: Int[Array, "E"]  # number of rows of each expert
@@ -379,7 +379,7 @@ class PhaseOutcome(NamedTuple):
 def serve_in_phases(
     tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan, ways: PhaseConfig, room: int
 ) -> tuple[Tokens, PhaseOutcome]:
-    """Send every token copy home and onward by the plan, and sum the expert outputs of each token."""
+    """Send every token copy home and onward by the plan, and sum the expert outputs per token."""
     # The residuals are tokens, home weights, plan and receipts. The backward pass replays this plan. It copies the
     # weights again, concurrently with the gradients of rows that stay at home, and adds gradients of replicas at home.
 
@@ -551,7 +551,7 @@ def _home_rows(phases: Phases, i: Array, rows: Rows, ways: PhaseConfig) -> HomeR
 
 
 def _taken(phases: Phases, i: Array, rows: Rows, ways: PhaseConfig) -> Int[Array, "P"]:
-    """Return the number of rows for each replica slot of this rank in round `i`."""
+    """Return the number of rows per replica slot of this rank in round `i`."""
     sizes = _window(i, rows).of(phases.moved.first, phases.moved.size)[1]
     return sizes[jax.lax.axis_index(ways.topology.expert_axes)]
 

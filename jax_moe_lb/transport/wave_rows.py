@@ -44,7 +44,7 @@ NO_CHANCE = 1e-9
 class WaveRows:
     """Rows of a wave between ranks, as NumPy arrays on a host."""
 
-    counts: Counts  # copies routed by each rank to each expert
+    counts: Counts  # copies by source rank and expert
     plan: Plan  # plan of the wave, in NumPy arrays
     per_token: int  # `K`, distinct experts per token
     # Groups of ranks whose rows are computed at once; `None` (default) for this group alone
@@ -99,7 +99,7 @@ class Batch:
 
     @cached_property
     def copies(self) -> Int[np.ndarray, "R G R"]:
-        """Token copies from rank to rank of each group, int64."""
+        """Token copies from rank to rank per group, int64."""
         return self.by_expert.sum(2, dtype=np.int64)
 
     @cached_property
@@ -138,7 +138,7 @@ class Batch:
 
 
 class _Chances(NamedTuple):
-    """Probabilities of the experts of a token of each rank, and the products of all factors on the circle."""
+    """Probabilities of the experts of a token per rank, and the products of all factors on the circle."""
 
     num_tokens: Float[np.ndarray, "R G"]  # tokens of each rank
     of_experts: Float[np.ndarray, "R G E"]  # probabilities of the experts
@@ -190,7 +190,7 @@ def spread_evenly(rows: float, sizes: tuple[int, ...]) -> tuple[float, ...]:
 
 
 def _own_experts(served: Int[np.ndarray, "G E M"]) -> Int[np.ndarray, "G X M"]:
-    """List the experts of each member, the others after them so that all lists have equal lengths."""
+    """List the experts per member, the others after them so that all lists have equal lengths."""
     most = int(np.max(np.count_nonzero(served, axis=1)))
     return np.argsort(served <= 0, axis=1, kind="stable")[:, :most]
 

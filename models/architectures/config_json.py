@@ -12,6 +12,7 @@ from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.file_limits import LimitError, parse_json, read_bytes
 from models.decoder.rope import Rope, yarn_scale
+from models.run_folder.files import read_object
 
 MOST_NUMBER = 1e30  # largest magnitude of a number
 LAYER_TYPES = ("sliding_attention", "full_attention")  # kinds of attention in `layer_types`
@@ -77,7 +78,7 @@ class Fields:
         """Raise `ValueError` if a field that was never read may change the outputs; see `WITHOUT_EFFECT`."""
         for name in sorted(self.raw.keys() - self.read - self.ignored):
             if has_effect(name, self.raw[name]):
-                self._refuse(name, self.raw[name], values_without_effect(name))
+                self._refuse(name, self.raw[name], " or ".join(["no value", *map(str, WITHOUT_EFFECT.get(name) or ())]))
         settings = self.rope_settings()
         known = ROPE_SETTINGS.get(settings["rope_type"], tuple(settings))
         for key in sorted(settings.keys() - {"rope_theta", "rope_type", *known}):
@@ -261,17 +262,7 @@ def checked_number(name: str, value: Any, default: float | None = None) -> float
 
 def read_settings(path: Path, limits: FileLimits = FileLimits()) -> dict[str, Any]:
     """Read an optional JSON object of a checkpoint; empty if the file does not exist."""
-    if not path.exists():
-        return {}
-    try:
-        settings = parse_json(read_bytes(path, limits), limits)
-    except LimitError as error:
-        raise LimitError(f"{path}: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path} is not a JSON object")
-    return settings
+    return read_object(path, limits) if path.exists() else {}
 
 
 def read_fields(folder: Path, limits: FileLimits = FileLimits()) -> Fields:
@@ -300,8 +291,3 @@ def has_effect(name: str, value: Any) -> bool:
     values = WITHOUT_EFFECT.get(name, ())
     # True equals 1 in Python.
     return values is not None and not any(value == one and value is not True for one in values)
-
-
-def values_without_effect(name: str) -> str:
-    """Return the values of an unread field without effect, for a message."""
-    return " or ".join(["no value", *map(str, WITHOUT_EFFECT.get(name) or ())])

@@ -1,15 +1,9 @@
-"""Sizes of published models: fields of their `config.json`, besides those with the default of the architecture.
-
-`python -m models.architectures.published` prints a table of them.
-"""
+"""Sizes of published models: fields of their `config.json`, besides those with the default of the architecture."""
 
 import json
 import math
 from collections.abc import Iterable
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from models.architectures.config_json import Fields
 from models.architectures.parameter_map import ParameterSlice
@@ -39,19 +33,3 @@ def num_params(config: DecoderConfig) -> tuple[int, int]:
 
 def _size(pieces: Iterable[ParameterSlice]) -> int:
     return sum(math.prod(shape) for shape in {piece.name: piece.shape for piece in pieces}.values())
-
-
-def main() -> None:
-    """Print the sizes of all published models."""
-    table = Table("model", "layers", "experts", "parameters", "of a token", "bytes in bfloat16")
-    for name in PUBLISHED:
-        config = published_config(name)
-        total, active = num_params(config)
-        experts = f"{config.router.num_experts_per_tok} of {config.num_experts}"
-        sizes = f"{total / 1e9:.1f} B", f"{active / 1e9:.1f} B", f"{2 * total / 1e9:.0f} GB"
-        table.add_row(name, str(config.num_layers), experts, *sizes)
-    Console().print(table)
-
-
-if __name__ == "__main__":
-    main()

@@ -113,7 +113,6 @@ def configured(
     *,
     compute_dtype: str = "float32",
     param_dtype: str = "float32",
-    scan_layers: bool = False,
     predict_further: bool = False,
 ) -> DecoderConfig:
     """Return the `DecoderConfig` of a `config.json`."""
@@ -136,7 +135,6 @@ def configured(
         config,
         compute_dtype=compute_dtype,
         param_dtype=param_dtype,
-        scan_layers=scan_layers,
         num_further=num_further,
         text_of=kind if kind in TEXT_PARTS else "",
         max_positions=known.integer("max_position_embeddings", 0) or None,

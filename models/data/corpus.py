@@ -3,15 +3,14 @@
 Every `CHUNKS_PER_CYCLE`-th chunk of a `Stream` is held out for validation.
 """
 
-import abc
 import bisect
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import grain
 import jax
@@ -41,57 +40,8 @@ class Packing(NamedTuple):
     endless: int  # number of answers without an end token
 
 
-class Rows(Protocol):
-    """Sequences of one split, int32 `[length + 1]` with marks, by index."""
-
-    @property
-    def packing(self) -> Packing | None:
-        """Numbers of the conversations, `None` for other documents."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> np.ndarray: ...
-
-
 @dataclass(frozen=True, eq=False)
-class Documents(abc.ABC):
-    """Tokens of one or more documents, split into training and held-out ones, and cut into rows."""
-
-    tokens: np.ndarray  # `[tokens]` integers
-    is_split: bool = field(default=True, kw_only=True)  # if False, both splits contain all documents
-    has_padding: ClassVar[bool] = False  # whether rows may end with padding
-
-    @abc.abstractmethod
-    def length(self, held_out: bool) -> int:
-        """Return the number of training tokens, or of held-out tokens."""
-
-    @abc.abstractmethod
-    def head(self, held_out: bool, length: int) -> np.ndarray:
-        """Return the first tokens of one split, int32 of at most `[length]`, without marks."""
-
-    @abc.abstractmethod
-    def rows(self, held_out: bool, length: int) -> Rows:
-        """Return the sequences of one split with `length` tokens to predict each."""
-
-    @property
-    @abc.abstractmethod
-    def fingerprint(self) -> str:
-        """Hash of the content."""
-
-    def check(self, vocab_size: int, name: str) -> None:
-        """Check that all tokens are in the vocabulary."""
-        for start in range(0, len(self.tokens), TOKENS_AT_ONCE):
-            part = self.tokens[start : start + TOKENS_AT_ONCE]
-            if part.min() < 0 or part.max() >= vocab_size:
-                place = start + int(np.argmax((part < 0) | (part >= vocab_size)))
-                raise ValueError(
-                    f"data is {name!r}, whose token {place} is {self.tokens[place]}; "
-                    f"expected 0 to {vocab_size - 1}, as the vocabulary has {vocab_size} words"
-                )
-
-
-@dataclass(frozen=True, eq=False)
-class Stream(Documents):
+class Stream:
     """Concatenated documents, of which the last chunk of every sixteen is held out."""
 
     # Holding out chunks throughout the stream gives both splits text of all kinds. Each split concatenates its chunks.
@@ -99,6 +49,8 @@ class Stream(Documents):
 
     tokens: np.ndarray  # `[tokens]` integers, possibly memory-mapped
     starts: np.ndarray  # int64 `[documents - 1]`, start offsets of the documents, ascending, without the first (0)
+    is_split: bool = True  # if False, both splits contain all documents
+    has_padding: ClassVar[bool] = False  # whether rows may end with padding
 
     @cached_property
     def _chunks(self) -> tuple[int, int]:
@@ -182,7 +134,7 @@ def joined(documents: list[np.ndarray]) -> Stream:
 
 
 @dataclass(frozen=True, eq=False)
-class Conversations(Documents):
+class Conversations:
     """Conversations in memory, of which the last of every sixteen is held out, or of every ten if they are short."""
 
     # A row has whole conversations by best fit. Padding repeats tokens of the row: they are neither predicted nor
@@ -195,6 +147,7 @@ class Conversations(Documents):
     # on the same side.
     sources: np.ndarray
     endless: np.ndarray  # int64 `[examples]`, number of answers of each example without an end token
+    is_split: bool = True  # if False, both splits contain all conversations
     has_padding: ClassVar[bool] = True
 
     @classmethod
@@ -298,6 +251,21 @@ class PackedRows:
         return marked(self.conversations.tokens[offsets], starts, self.conversations.context[offsets], is_padding)
 
 
+Documents = Stream | Conversations
+
+
+def check_tokens(tokens: np.ndarray, vocab_size: int, name: str) -> None:
+    """Raise `ValueError` unless all tokens are in the vocabulary."""
+    for start in range(0, len(tokens), TOKENS_AT_ONCE):
+        part = tokens[start : start + TOKENS_AT_ONCE]
+        if part.min() < 0 or part.max() >= vocab_size:
+            place = start + int(np.argmax((part < 0) | (part >= vocab_size)))
+            raise ValueError(
+                f"data is {name!r}, whose token {place} is {tokens[place]}; "
+                f"expected 0 to {vocab_size - 1}, as the vocabulary has {vocab_size} words"
+            )
+
+
 def best_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:
     """Pack items into rows, the largest first, each into the row with the least room that is enough."""
     rows: list[list[int]] = []
@@ -336,7 +304,7 @@ class Part:
         """Return the number of training tokens, or of held-out tokens."""
         return sum(stream.length(held_out) for stream in self.streams)
 
-    def rows(self, held_out: bool, length: int) -> list[Rows]:
+    def rows(self, held_out: bool, length: int) -> list[StreamRows | PackedRows]:
         """Return the sequences of each document or group of documents, with `length` tokens to predict each."""
         return [stream.rows(held_out, length) for stream in self.streams]
 

@@ -4,6 +4,7 @@ import datetime
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jinja2
@@ -34,8 +35,10 @@ def compiled(source: str) -> jinja2.Template:
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
-    environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
-    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    # Jinja's own filter escapes characters of HTML.
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     try:
         return environment.from_string(source)
     except (jinja2.TemplateError, SyntaxError, RecursionError) as error:
@@ -135,12 +138,3 @@ class _Generation(Extension):
 
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    # Jinja's own filter escapes characters of HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)

@@ -19,7 +19,7 @@ from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.file_limits import LimitError, open_regular, parse_json, read_bytes
 from jax_moe_lb.core.plan_file import read_header
 from models.data.chat import MESSAGES_FIELD, ChatTemplate, Example, conversation_in
-from models.data.corpus import Conversations, Corpus, Documents, Part, Stream, joined
+from models.data.corpus import Conversations, Corpus, Documents, Part, Stream, check_tokens, joined
 from models.data.tokenizers import Bytes, Tokenizer
 
 SUFFIXES = (".parquet", ".arrow")  # ends of the names of files with rows
@@ -53,7 +53,7 @@ def read_streams(
                 conversations.append(line) if isinstance(line, list) else texts.append(line)
         else:
             texts.append(tokenizer.tokens(_bytes(file)))
-    streams = [joined(texts), Conversations.of(conversations), *mapped]
+    streams: list[Documents] = [joined(texts), Conversations.of(conversations), *mapped]
     return [stream for stream in streams if len(stream.tokens)], len(files)
 
 
@@ -209,7 +209,7 @@ def _part(
     if not streams:
         raise ValueError(f"data is {names!r}, which contains no {tokenizer.unit}s; expected text")
     for stream in streams:
-        stream.check(vocab_size, names)
+        check_tokens(stream.tokens, vocab_size, names)
     return Part(streams, weight, f"{num_files} file{'s' * (num_files != 1)} of {names}")
 
 

@@ -15,23 +15,6 @@ from models.architectures.config_json import read_fields, read_settings
 from models.config import NUM_BYTES
 
 
-class CheckpointTokenizer:
-    """Tokenizer of a checkpoint, read from its `tokenizer.json`, with its `end_tokens`."""
-
-    def __init__(self, folder: Path, limits: FileLimits = FileLimits()) -> None:
-        self.tokenizer = read_tokenizer(folder / "tokenizer.json", limits)
-        self.end_tokens = end_tokens(folder, limits)
-
-    def tokens(self, text: str) -> list[int]:
-        """Encode a text, including the special tokens that the tokenizer adds."""
-        return encoded(self.tokenizer, text)
-
-    def text(self, tokens: list[int]) -> str:
-        """Decode tokens to text, without special tokens."""
-        with _rust_errors("tokenizer.json cannot decode tokens"):
-            return self.tokenizer.decode(tokens)
-
-
 def end_tokens(folder: Path, limits: FileLimits = FileLimits()) -> tuple[int, ...]:
     """Return the tokens that end a text: those of `generation_config.json`, or of `config.json`."""
     end = read_settings(folder / "generation_config.json", limits).get("eos_token_id")
@@ -43,6 +26,12 @@ def encoded(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
     """Encode a text."""
     with _rust_errors("tokenizer.json cannot encode a text"):
         return tokenizer.encode(text).ids
+
+
+def decoded(tokenizer: tokenizers.Tokenizer, tokens: list[int]) -> str:
+    """Decode tokens to text, without special tokens."""
+    with _rust_errors("tokenizer.json cannot decode tokens"):
+        return tokenizer.decode(tokens)
 
 
 def encoded_with_offsets(tokenizer: tokenizers.Tokenizer, text: str) -> tuple[list[int], list[tuple[int, int]]]:

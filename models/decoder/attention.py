@@ -19,7 +19,6 @@ from jax.sharding import Mesh, PartitionSpec
 
 from models.decoder.config import DecoderConfig, HeadNorm, IndexerSizes, Latent, Scores
 from models.decoder.fused_attention import BLOCKS, cudnn_attention, splash_attention
-from models.decoder.layers import over_data
 
 QUERY_BLOCK = 512  # maximum number of queries per sequence with materialized scores
 
@@ -233,7 +232,7 @@ class GroupedAttention(nnx.Module):
 
     def __init__(self, config: DecoderConfig, layer: int, *, mesh: Mesh, rngs: nnx.Rngs) -> None:
         self.config, self.mesh, self.rotates = config, mesh, layer not in config.unrotated_layers
-        width, dims, dtypes = config.embed_dim, config.head_dim, linear_options(config, mesh)
+        width, dims, dtypes = config.embed_dim, config.head_dim, linear_options(config)
 
         def head_norm(num_heads: int) -> nnx.RMSNorm | None:
             is_unweighted = config.qk_norm is HeadNorm.UNWEIGHTED
@@ -334,10 +333,9 @@ def stream_norm(config: DecoderConfig, rngs: nnx.Rngs) -> StreamNorm:
     return nnx.LayerNorm(config.embed_dim, epsilon=config.norm_eps, rngs=rngs, **options)
 
 
-def linear_options(config: DecoderConfig, mesh: Mesh) -> dict[str, Any]:
-    """Return dtypes and sharding of a linear map."""
-    dtypes = {"dtype": config.compute_dtype, "param_dtype": config.param_dtype}
-    return dtypes | (over_data("kernel", mesh) if config.fsdp else {})
+def linear_options(config: DecoderConfig) -> dict[str, Any]:
+    """Return the dtypes of a linear map."""
+    return {"dtype": config.compute_dtype, "param_dtype": config.param_dtype}
 
 
 def _split_linear(inner: int, widths: Sequence[int], rngs: nnx.Rngs, **options: Any) -> list[Linear]:
@@ -361,9 +359,9 @@ class Indexer(nnx.Module):
 
     # It has no gradient, so that training leaves it as it is. The authors train it to follow the attention.
 
-    def __init__(self, config: DecoderConfig, rank: int, sizes: IndexerSizes, *, mesh: Mesh, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DecoderConfig, rank: int, sizes: IndexerSizes, *, rngs: nnx.Rngs) -> None:
         self.rope, self.sizes = config.rope, sizes
-        options: dict[str, Any] = linear_options(config, mesh) | {"use_bias": False, "rngs": rngs}
+        options: dict[str, Any] = linear_options(config) | {"use_bias": False, "rngs": rngs}
         self.q = Linear(rank, sizes.num_heads * sizes.head_dim, **options)
         self.k = Linear(config.embed_dim, sizes.head_dim, **options)
         wide: dict[str, Any] = {"dtype": jnp.float32, "param_dtype": config.param_dtype, "use_fast_variance": False}
@@ -391,7 +389,7 @@ class LatentAttention(nnx.Module):
         width, num_heads, q_width = config.embed_dim, config.num_heads, latent.query_rank
 
         def linear(inner: int, outer: int, use_bias: bool = False) -> Linear:
-            return Linear(inner, outer, use_bias=use_bias, rngs=rngs, **linear_options(config, mesh))
+            return Linear(inner, outer, use_bias=use_bias, rngs=rngs, **linear_options(config))
 
         self.q_down = None if q_width is None else linear(width, q_width, config.qkv_bias)
         self.q_norm = None if q_width is None else norm(q_width, LATENT_EPS, config, rngs)
@@ -401,7 +399,7 @@ class LatentAttention(nnx.Module):
         self.kv_up = linear(latent.kv_rank, num_heads * (latent.plain_dim + latent.value_dim))
         self.out = linear(num_heads * latent.value_dim, width, config.out_bias)
         sizes, rank = latent.indexer, q_width or width
-        self.indexer = None if sizes is None else Indexer(config, rank, sizes, mesh=mesh, rngs=rngs)
+        self.indexer = None if sizes is None else Indexer(config, rank, sizes, rngs=rngs)
 
     def __call__(
         self, x: Array, positions: Array, cache: Cache | None, segments: Array | None = None

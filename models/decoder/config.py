@@ -8,7 +8,6 @@ from jax import Array
 
 from jax_moe_lb import Losses, TopK
 from jax_moe_lb.core.experts import Activation
-from jax_moe_lb.routing import ForceBalanced
 from models.config import COMPUTE_DTYPES, require_one_of, require_positive
 from models.decoder.rope import Rope
 
@@ -115,7 +114,7 @@ class DecoderConfig:
     head_dim: int  # `C`, the channels per head
     mlp_dim: int  # `F`, the inner width of an expert
     num_experts: int  # `E`, experts per layer
-    router: TopK | ForceBalanced  # router; its `num_experts_per_tok` is `K`
+    router: TopK  # router; its `num_experts_per_tok` is `K`
     norm_eps: float  # epsilon of the RMS norms
     rope: Rope  # rotary embedding
     attention_scale: float  # factor on attention scores
@@ -159,10 +158,6 @@ class DecoderConfig:
     losses: Losses | None = None  # router losses of training; `None` for none
     compute_dtype: str = "float32"  # dtype of activations and matrix products
     param_dtype: str = "float32"  # dtype of parameters
-    # If True, run layers of equal structure as one `jax.lax.scan`, for training; see `models.decoder.layers.scanned`
-    scan_layers: bool = False
-    remat: str | None = None  # residuals of a layer; `None` for `KEPT` in a scan, and otherwise all
-    fsdp: bool = False  # if True, shard the matrices of grouped attention and tokens over the mesh axis `data`
     # `model_type` of the multimodal checkpoint whose text part this is; empty for a checkpoint of text alone
     text_of: str = ""
     # Positions that the model was made for, for a warning alone; `None` if unknown

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh
 
 from models.decoder.attention import Cache, Linear, linear_options, norm
 from models.decoder.config import DecoderConfig, DeltaNet
@@ -95,12 +94,12 @@ class GatedDeltaNet(nnx.Module):
 
     # Its cache has the last inputs of the convolution, `[B, W - 1, channels]`, and the state, float32 `[B, N, K, V]`.
 
-    def __init__(self, config: DecoderConfig, sizes: DeltaNet, *, mesh: Mesh, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DecoderConfig, sizes: DeltaNet, *, rngs: nnx.Rngs) -> None:
         self.sizes, self.compute_dtype = sizes, config.compute_dtype
         heads, dtype = sizes.num_heads, config.param_dtype
 
         def linear(inner: int, outer: int) -> Linear:
-            return Linear(inner, outer, use_bias=False, rngs=rngs, **linear_options(config, mesh))
+            return Linear(inner, outer, use_bias=False, rngs=rngs, **linear_options(config))
 
         if sizes.is_joined:
             self.qkvz = linear(config.embed_dim, sizes.channels + heads * sizes.value_dim)

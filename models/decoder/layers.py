@@ -3,19 +3,19 @@
 import math
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.nn.dtypes import promote_dtype
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jax_moe_lb.core.experts import LOGICAL_AXES
 from jax_moe_lb.layer import CHECKPOINT_NAMES
 from models.mesh import STAGE, all_axes
 
@@ -31,25 +31,6 @@ def expert_rules(mesh: Mesh, num_experts: int) -> Rules:
     return ("exp", "expert"), ("embed", "data"), ("mlp", None)
 
 
-def over_data(kind: str, mesh: Mesh) -> dict[str, Any]:
-    """Return options of `nnx.Linear` ("kernel") or `nnx.Embed` ("embedding") with the matrix sharded over `data`."""
-    spec, at = (("data", None), 1) if kind == "kernel" else ((None, "data"), 0)
-    return {f"{kind}_metadata": {"out_sharding": spec, "mesh": mesh}, "promote_dtype": _PromoteAndGather(mesh, at)}
-
-
-@dataclass(frozen=True)
-class _PromoteAndGather:
-    """Replacement of Flax's `promote_dtype`: cast the arrays of a layer, then gather one of them."""
-
-    mesh: Mesh
-    at: int  # index of the array to gather
-
-    def __call__(self, arrays: tuple[Array | None, ...], **how: Any) -> tuple[Array | None, ...]:
-        cast: list[Any] = list(promote_dtype(arrays, **how))
-        cast[self.at] = jax.lax.with_sharding_constraint(cast[self.at], NamedSharding(self.mesh, PartitionSpec()))
-        return tuple(cast)
-
-
 # Path of the router weights, which compute in float32; all other matrices compute in the compute dtype.
 ROUTER = ("moe", "kernel")
 
@@ -61,13 +42,14 @@ def split(
     # Home experts keep the sharding of their layer, with stages of a pipeline beside `data`. Other parameters shard one
     # dimension over all devices. If no dimension is divisible by their number, they shard over one axis, and otherwise
     # stay replicated, such as small biases.
-    spec = tuple(nnx.get_partition_spec(variable).get_value())
-    is_experts = "expert" in jax.tree.leaves(spec)
+    spec, is_experts = tuple(nnx.get_partition_spec(variable).get_value()), path[-1] in LOGICAL_AXES
     shape, axes = variable.shape[first:], tuple(axis for axis in all_axes(mesh) if axis != STAGE or not is_staged)
     if not is_experts:
         spec = _one_dimension(shape, mesh, axes, is_table=path[-1] == "embedding")
     elif STAGE in axes:
-        spec = tuple(_with_stage(entry, size, mesh) for entry, size in zip(spec, shape, strict=False))
+        both = mesh.shape.get("data", 1) * mesh.shape[STAGE]
+        entries = zip(spec, shape, strict=False)
+        spec = tuple(("data", STAGE) if axis == "data" and size % both == 0 else axis for axis, size in entries)
     spec = ((STAGE,) if is_staged else (None,) * first) + spec
     variable.set_metadata(out_sharding=spec, sharding_rules=(), mesh=mesh, gathered=not is_experts)
 
@@ -80,11 +62,6 @@ def _one_dimension(shape: tuple[int, ...], mesh: Mesh, axes: tuple[str, ...], *,
             if shape[at] % math.prod(mesh.shape[axis] for axis in over) == 0:
                 return (None,) * at + (over,)
     return ()
-
-
-def _with_stage(entry: Any, size: int, mesh: Mesh) -> Any:
-    both = entry == "data" and size % (mesh.shape["data"] * mesh.shape[STAGE]) == 0
-    return ("data", STAGE) if both else entry
 
 
 class Adapter(nnx.Param):
@@ -141,13 +118,9 @@ class ParameterGather:
 
     # Matrices are cast before the gather. The gradient of a parameter is reduce-scattered to the parameter's sharding.
 
-    mesh: Mesh | AbstractMesh  # devices
+    mesh: Mesh | AbstractMesh  # devices; inside a `jax.shard_map`, its mesh
     dtype: Any  # dtype of the matrix products
     adapter_scale: float = 1.0  # factor on the products of adapters
-
-    def inside(self, mesh: AbstractMesh) -> "ParameterGather":
-        """Return the gather inside a `jax.shard_map`, over the axes of its mesh that are not manual."""
-        return replace(self, mesh=mesh)
 
     def __call__(self, state: nnx.State, first: int = 0) -> nnx.State:
         """Gather all parameters of a state, and apply the factor of its adapters."""
@@ -243,52 +216,18 @@ def _gathered(value: Array, parts: NamedSharding) -> Array:
     return jax.lax.with_sharding_constraint(value, NamedSharding(parts.mesh, PartitionSpec()))
 
 
-def _gathered_forward(value: Array, parts: NamedSharding) -> tuple[Array, None]:
-    return _gathered(value, parts), None
-
-
 def _gathered_backward(parts: NamedSharding, _: None, gradient: Array) -> tuple[Array]:
     # Without this constraint, the full gradient would exist on every device before the scatter.
     return (jax.lax.with_sharding_constraint(gradient, parts),)
 
 
-_gathered.defvjp(_gathered_forward, _gathered_backward)
+_gathered.defvjp(lambda value, parts: (_gathered(value, parts), None), _gathered_backward)
 
 # Names of the residuals of a layer, besides its input, as set by `checkpoint_name`. The backward pass reuses routing,
 # plans and attention products, and rematerializes everything else. "stream" is the residual stream after attention,
 # which saves the product of its output projection.
 KEPT = (*CHECKPOINT_NAMES, "attention")
 LAYER_INPUT = "layer_input"  # name of the input of a layer in a loop, as set by `checkpoint_name`
-
-# Weights of the products in the compute dtype; routers and norms compute in float32.
-NARROWED = ("q", "k", "v", "qkv", "qkvz", "z", "out", "up", "down", "gate")
-
-
-def one_by_one(
-    layers: Sequence[Any],
-    x: Array,
-    remat: str = "none",
-    shared: Sequence[Array | None] = (),
-    experts: Array | None = None,
-) -> tuple[Array, Any]:
-    """Apply the layers to `x` in sequence; each layer is compiled separately."""
-    # Arguments and results match `scanned`, except that `remat` defaults to "none".
-    per_layer = []
-    for i, layer in enumerate(layers):
-        graph, state = nnx.split(layer)
-        given = {} if experts is None else {"experts": experts[i]}
-
-        def run(
-            x: Array, state: nnx.State, given: dict[str, Array], graph: Any = graph
-        ) -> tuple[Array, tuple[Any, nnx.State]]:
-            layer: Any = nnx.merge(graph, state)
-            x, stats = layer(x, *shared, **given)
-            return x, (stats, nnx.state(layer, nnx.Not(nnx.Param)))
-
-        x, (stats, kept) = computed_again(run, remat, prevent_cse=True)(x, state, given)
-        nnx.update(layer, kept)
-        per_layer.append(stats)
-    return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *per_layer)
 
 
 def computed_again(run: Callable, remat: str, *, prevent_cse: bool) -> Callable:
@@ -300,55 +239,10 @@ def computed_again(run: Callable, remat: str, *, prevent_cse: bool) -> Callable:
     return again
 
 
-def scanned(
-    layers: Sequence[Any],
-    x: Array,
-    sharding: NamedSharding,
-    remat: str = ",".join(KEPT),
-    shared: Sequence[Array | None] = (),
-    experts: Array | None = None,
-) -> tuple[Array, Any]:
-    """Apply the layers to `x` in sequence, with `jax.lax.scan` over their stacked parameters."""
-    # Each layer keeps its own parameters and state, and stacking is temporary, so checkpoint names do not depend on it.
-    # Weights are cast to the dtype of `x` before stacking, so the copies are small. One step of the loop is a period of
-    # layers, so that settings such as attention windows stay constants of the program.
-    graphs, states = zip(*(nnx.split(layer) for layer in layers), strict=True)
-    period = period_of(graphs)
-
-    def stacked(states: Sequence[nnx.State]) -> nnx.State:
-        found: nnx.State = jax.tree.map_with_path(lambda path, *leaves: jnp.stack(_narrowed(path, leaves, x)), *states)
-        return found
-
-    stacks = [stacked(states[place::period]) for place in range(period)]
-    x, stats, kept, _ = scan_states(
-        graphs[:period], stacks, x, sharding, lambda state: state, remat, shared, experts=experts
-    )
-    for i, layer in enumerate(layers):
-        nnx.update(layer, jax.tree.map(lambda leaf, i=i: leaf[i // period], kept[i % period]))
-    return x, stats
-
-
 def period_of(graphs: Sequence[Any]) -> int:
     """Return the smallest divisor `p` of the number of layers such that the graphs of layers `i` and `i + p` agree."""
     sizes = (size for size in range(1, len(graphs)) if len(graphs) % size == 0)
     return next((size for size in sizes if graphs[size:] == graphs[:-size]), len(graphs))
-
-
-def scan_stacked(
-    stacks: Sequence[Any],
-    x: Array,
-    sharding: NamedSharding,
-    gather: Callable[[nnx.State], nnx.State],
-    remat: str = ",".join(KEPT),
-    shared: Sequence[Array | None] = (),
-    experts: Array | None = None,
-) -> tuple[Array, Any]:
-    """Apply stacks of layers to `x` with `jax.lax.scan`, without copying parameters."""
-    graphs, states = zip(*map(nnx.split, stacks), strict=True)
-    x, stats, moved, _ = scan_states(graphs, states, x, sharding, gather, remat, shared, experts=experts)
-    for stack, state in zip(stacks, moved, strict=True):
-        nnx.update(stack, state)
-    return x, stats
 
 
 def scan_states(
@@ -363,7 +257,7 @@ def scan_states(
     first: Array | int = 0,
     experts: Array | None = None,
 ) -> tuple[Array, Any, list[nnx.State], Sequence[nnx.State]]:
-    """Apply stacks of layers, split into graphs and states, to `x`; see `scan_stacked`."""
+    """Apply stacks of layers, split into graphs and states, to `x` with `jax.lax.scan`, without copying parameters."""
 
     def run_layer(
         graph: nnx.GraphDef, x: Array, state: nnx.State, given: dict[str, Array]
@@ -373,8 +267,9 @@ def scan_states(
         x, stats = layer(x, *shared, **given)
         return x, (stats, nnx.state(layer, nnx.Not(nnx.Param)))
 
-    # The body of a scan shares no expressions with the forward pass, so prevent_cse is not needed.
-    runs = [computed_again(partial(run_layer, graph), remat, prevent_cse=False) for graph in graphs]
+    # The body of a loop shares no expressions with the forward pass; XLA inlines a loop with one iteration.
+    num_periods = jax.tree.leaves(stacks)[0].shape[0]
+    runs = [computed_again(partial(run_layer, graph), remat, prevent_cse=num_periods == 1) for graph in graphs]
 
     def run_period(
         carry: tuple[Array, list[nnx.State]], period: tuple[Array, list[nnx.State], dict[str, Array]]
@@ -388,7 +283,7 @@ def scan_states(
             per_layer.append(found)
         return (x, after), per_layer
 
-    places = first + jnp.arange(jax.tree.leaves(stacks)[0].shape[0], dtype=jnp.int32)
+    places = first + jnp.arange(num_periods, dtype=jnp.int32)
     given = {} if experts is None else {"experts": experts.reshape(len(places), len(stacks), *experts.shape[1:])}
     (x, after), per_place = jax.lax.scan(run_period, (x, list(sums)), (places, list(stacks), given))
     stats, kept = zip(*per_place, strict=True)
@@ -398,9 +293,3 @@ def scan_states(
 def _interleaved(*stacks: Array) -> Array:
     """Return the entries of `[periods, ...]` arrays, one per layer of a period, in the order of the layers."""
     return stacks[0] if len(stacks) == 1 else jnp.stack(stacks, 1).reshape(-1, *stacks[0].shape[1:])
-
-
-def _narrowed(path: Any, leaves: Sequence[Array], x: Array) -> list[Array]:
-    """Cast the leaves of a path, one per layer, if they are weights used in the dtype of `x`."""
-    names = {jax.tree_util.keystr((key,), simple=True) for key in path}
-    return [leaf.astype(x.dtype) if names & set(NARROWED) else leaf for leaf in leaves]

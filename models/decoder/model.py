@@ -3,9 +3,8 @@
 `MultiTokenPrediction` predicts one token further ahead from the hidden states of the model.
 """
 
-import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +27,8 @@ from models.decoder.attention import (
 )
 from models.decoder.config import DecoderConfig
 from models.decoder.delta_net import GatedDeltaNet
-from models.decoder.layers import Rules, one_by_one, over_data, scanned
-from models.mesh import batch_sharding, topology_of
-
-
-def first_layers(experts: Array | None, number: int) -> tuple[Array | None, Array | None]:
-    """Split given experts `[layers, ...]` into those of the first layers and of the others."""
-    return (None, None) if experts is None else (experts[:number], experts[number:])
+from models.decoder.layers import Rules
+from models.mesh import topology_of
 
 
 def scaled(x: Array, factor: float) -> Array:
@@ -42,14 +36,9 @@ def scaled(x: Array, factor: float) -> Array:
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
 
 
-def _normed(norm: StreamNorm, x: Array) -> Array:
-    # Norms compute in float32; their outputs are cast to the dtype of the stream.
-    return norm(x).astype(x.dtype)
-
-
-def _same(norm: StreamNorm, x: Array) -> Array:
-    del norm
-    return x
+def _normed(norm: StreamNorm, x: Array, *, is_here: bool) -> Array:
+    """Apply a norm, which computes in float32, if it has this place in the block."""
+    return norm(x).astype(x.dtype) if is_here else x
 
 
 class MultiTokenPrediction(nnx.Module):
@@ -90,28 +79,20 @@ class FeedForward(nnx.Module):
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
 
 
-class Placement(NamedTuple):
-    """Arguments of the layers with experts."""
-
-    mesh: Mesh  # devices
-    topology: Topology  # ranks of the experts
-    system: System  # load-balancing system
-    rules: Rules | None  # sharding of the parameters; `None` for the default
-
-
 class DecoderBlock(nnx.Module):
     """Decoder block: attention, then experts or a dense network, each with a residual connection."""
 
-    def __init__(self, config: DecoderConfig, layer: int, where: Placement, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, where: dict[str, Any], rngs: nnx.Rngs) -> None:
+        # `where` has the arguments `mesh`, `topology`, `system` and `rules` of the layers with experts.
         self.residual_scale, self.norm_after = config.residual_scale, config.norm_after
         self.attention_norm = stream_norm(config, rngs)
         self.attention: GroupedAttention | LatentAttention | GatedDeltaNet
         if config.delta is not None and layer in config.delta_layers:
-            self.attention = GatedDeltaNet(config, config.delta, mesh=where.mesh, rngs=rngs)
+            self.attention = GatedDeltaNet(config, config.delta, rngs=rngs)
         elif config.latent is None:
-            self.attention = GroupedAttention(config, layer, mesh=where.mesh, rngs=rngs)
+            self.attention = GroupedAttention(config, layer, mesh=where["mesh"], rngs=rngs)
         else:
-            self.attention = LatentAttention(config, config.latent, mesh=where.mesh, rngs=rngs)
+            self.attention = LatentAttention(config, config.latent, mesh=where["mesh"], rngs=rngs)
         self.moe_norm = stream_norm(config, rngs)
         self.dense = FeedForward(config, rngs=rngs) if layer in config.dense_layers else None
         self.moe = None if self.dense else _experts(config, where, rngs)
@@ -129,22 +110,21 @@ class DecoderBlock(nnx.Module):
         """Apply the block to the residual stream `[B, T, H]`."""
         if positions is None:
             positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
-        before, after = (_same, _normed) if self.norm_after else (_normed, _same)
-        between = before(self.attention_norm, x)
+        between = _normed(self.attention_norm, x, is_here=not self.norm_after)
         if isinstance(self.attention, GatedDeltaNet):
             y, new = self.attention(between, mask, cache, segments)
         else:
             y, new = self.attention(between, positions, cache, segments)
-        y = after(self.attention_norm, y)
+        y = _normed(self.attention_norm, y, is_here=self.norm_after)
         x = checkpoint_name(x + scaled(y, self.residual_scale), "stream")
-        between = before(self.moe_norm, x)
+        between = _normed(self.moe_norm, x, is_here=not self.norm_after)
         stats: Any = None
         if self.moe is not None:
             y, *found = self.moe(between, mask, experts=experts, return_routing=return_routing)
             stats = tuple(found) if return_routing else found[0]
         elif self.dense is not None:
             y = self.dense(between)
-        x = x + scaled(after(self.moe_norm, y), self.residual_scale)
+        x = x + scaled(_normed(self.moe_norm, y, is_here=self.norm_after), self.residual_scale)
         return (x, stats) if cache is None else (x, stats, new)
 
 
@@ -163,12 +143,11 @@ class Decoder(nnx.Module):
     ) -> None:
         self.config, self.mesh = config, mesh
         words: dict[str, Any] = {"dtype": config.compute_dtype, "param_dtype": config.param_dtype, "rngs": rngs}
-        words |= over_data("embedding", mesh) if config.fsdp else {}
         self.embed = nnx.Embed(config.vocab_size, config.embed_dim, **words)
-        where = Placement(mesh, topology or topology_of(mesh), system, rules)
+        where = {"mesh": mesh, "topology": topology or topology_of(mesh), "system": system, "rules": rules}
         self.blocks = nnx.List([DecoderBlock(config, layer, where, rngs) for layer in range(config.num_layers)])
         self.norm = stream_norm(config, rngs)
-        words = linear_options(config, mesh) | {"use_bias": config.head_bias, "rngs": rngs}
+        words = linear_options(config) | {"use_bias": config.head_bias, "rngs": rngs}
         self.head = None if config.tie_embeddings else nnx.Linear(config.embed_dim, config.vocab_size, **words)
         further = range(config.num_layers, config.num_layers + config.num_further)
         blocks = (DecoderBlock(config, layer, where, rngs) for layer in further)
@@ -177,53 +156,19 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens: Array, mask: Array | None = None, segments: Array | None = None, experts: Array | None = None
     ) -> tuple[Array, Stats]:
-        """Compute the logits of whole sequences, for training."""
-        x, stats = self._stream(tokens, mask, segments, experts)
-        return self._logits(x), stats
-
-    def _stream(
-        self, tokens: Array, mask: Array | None, segments: Array | None, experts: Array | None
-    ) -> tuple[Array, Stats]:
-        x, per_run = scaled(self.embed(tokens), self.config.embed_scale), []
-        for is_dense, run in itertools.groupby(self.blocks, lambda block: block.moe is None):
-            blocks = list(run)
-            given, experts = (None, experts) if is_dense else first_layers(experts, len(blocks))
-            x, stats = self._run(blocks, x, mask, segments, given)
-            per_run += [] if is_dense else [stats]
-        return x, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *per_run)
-
-    def _run(
-        self,
-        blocks: Sequence[DecoderBlock],
-        x: Array,
-        mask: Array | None,
-        segments: Array | None,
-        experts: Array | None,
-    ) -> tuple[Array, Any]:
-        how: dict[str, Any] = {} if self.config.remat is None else {"remat": self.config.remat}
-        how["shared"] = (None if segments is None else positions_in(segments), mask, None, segments)
-        if self.config.scan_layers:
-            return scanned(blocks, x, batch_sharding(self.mesh), experts=experts, **how)
-        return one_by_one(blocks, x, experts=experts, **how)
+        """Compute the logits of whole sequences."""
+        positions = None if segments is None else positions_in(segments)
+        x, per_layer = scaled(self.embed(tokens), self.config.embed_scale), list[Stats]()
+        for block in self.blocks:
+            given = None if experts is None or block.moe is None else experts[len(per_layer)]
+            x, stats = block(x, positions, mask, None, segments, given)
+            per_layer += [] if stats is None else [stats]
+        return self._logits(x), jax.tree.map(lambda *leaves: jnp.stack(leaves), *per_layer)
 
     def _logits(self, x: Array) -> Array:
         x = self.norm(x).astype(x.dtype)
         logits = self.embed.attend(x) if self.head is None else self.head(x)
         return scaled(logits.astype(jnp.float32), self.config.logit_scale)
-
-    def update_bias(self, stats: Stats, rate: float) -> None:
-        """Update the selection biases of all layers from the load of one step; see `MoE.update_bias`."""
-        for moe, one in self._with_stats(stats):
-            moe.update_bias(one, rate)
-
-    def update_loads(self, stats: Stats) -> None:
-        """Update the running loads of all layers, for their relocation; see `MoE.update_loads`."""
-        for moe, one in self._with_stats(stats):
-            moe.update_loads(one)
-
-    def _with_stats(self, stats: Stats) -> Iterator[tuple[MoE, Stats]]:
-        for i, moe in enumerate(block.moe for block in self.blocks if block.moe is not None):
-            yield moe, jax.tree.map(lambda leaf, i=i: leaf[i], stats)
 
     def extend(
         self, tokens: Array, positions: Array, mask: Array, cache: Sequence[Cache], *, return_routing: bool = False
@@ -241,14 +186,14 @@ class Decoder(nnx.Module):
         return [block.attention.empty_cache(batch_size, length) for block in self.blocks]
 
 
-def _experts(config: DecoderConfig, where: Placement, rngs: nnx.Rngs) -> MoE:
+def _experts(config: DecoderConfig, where: dict[str, Any], rngs: nnx.Rngs) -> MoE:
     mix = SharedMix.SIGMOID if config.shared_is_gated else SharedMix.SUM
     shared = SharedExpert(config.shared_mlp_dim, mix) if config.shared_mlp_dim else None
     return MoE(
         config.embed_dim,
         config.num_experts,
         config.router,
-        **where._asdict(),
+        **where,
         experts=ExpertConfig(config.mlp_dim, config.activation, use_bias=config.expert_bias),
         shared=shared,
         losses=config.losses or Losses(),

@@ -17,7 +17,7 @@ a pipeline, and expert layers are another `shard_map` over them.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,45 +35,24 @@ from models.mesh import STAGE, batch_sharding
 BY_STAGE, OF_BLOCKS = PartitionSpec(STAGE), PartitionSpec(None, STAGE)
 
 
-@dataclass(frozen=True)
-class Pipeline:
-    """Schedule of a pipeline; `of` creates it from a `ParallelConfig`, which checks the numbers."""
+def check_stages(pipeline: ParallelConfig, mesh: Mesh, num_layers: int, period: int) -> None:
+    """Check that a mesh has the stages, and that they divide a run of layers."""
+    if mesh.shape.get(STAGE) != pipeline.stages:
+        raise ValueError(f"mesh has the axes {dict(mesh.shape)}; expected {STAGE!r} of size {pipeline.stages}")
+    if pipeline.layers_before % period:
+        raise ValueError(f"layers_before is {pipeline.layers_before}; expected a multiple of {period}, their period")
+    left, blocks = num_layers - pipeline.layers_before, pipeline.stages * pipeline.repeats * period
+    if left < 1 or left % blocks:
+        times = f"stages {pipeline.stages} x repeats {pipeline.repeats}" + f" x period {period}" * (period > 1)
+        raise ValueError(
+            f"layers_before is {pipeline.layers_before}; expected a number that leaves a multiple of {blocks} of the "
+            f"{num_layers} layers with experts, {times}"
+        )
 
-    stages: int  # `S`, size of the mesh axis `stage`
-    repeats: int  # `R`, times a microbatch passes each stage
-    microbatches: int  # `M`, a multiple of `S`
-    layers_before: int  # layers with experts before the pipeline; each stage applies them to its share of microbatches
 
-    @classmethod
-    def of(cls, parallel: ParallelConfig) -> "Pipeline | None":
-        """Return the pipeline of a run, `None` for one stage."""
-        if parallel.stages == 1:
-            return None
-        return cls(parallel.stages, parallel.repeats, parallel.num_microbatches, parallel.layers_before)
-
-    @property
-    def num_ticks(self) -> int:
-        """Ticks of a forward pass, `M R + S - 1`."""
-        return self.microbatches * self.repeats + self.stages - 1
-
-    @property
-    def per_stage(self) -> int:
-        """Microbatches at home on a stage."""
-        return self.microbatches // self.stages
-
-    def check(self, mesh: Mesh, num_layers: int, period: int) -> None:
-        """Check that a mesh has the stages, and that they divide a run of layers."""
-        if mesh.shape.get(STAGE) != self.stages:
-            raise ValueError(f"mesh has the axes {dict(mesh.shape)}; expected {STAGE!r} of size {self.stages}")
-        if self.layers_before % period:
-            raise ValueError(f"layers_before is {self.layers_before}; expected a multiple of {period}, their period")
-        left, blocks = num_layers - self.layers_before, self.stages * self.repeats * period
-        if left < 1 or left % blocks:
-            times = f"stages {self.stages} x repeats {self.repeats}" + f" x period {period}" * (period > 1)
-            raise ValueError(
-                f"layers_before is {self.layers_before}; expected a number that leaves a multiple of {blocks} of the "
-                f"{num_layers} layers with experts, {times}"
-            )
+def _per_stage(pipeline: ParallelConfig) -> int:
+    """Return the number of microbatches at home on a stage."""
+    return pipeline.num_microbatches // pipeline.stages
 
 
 class Parts(NamedTuple):
@@ -93,7 +72,7 @@ def through_stages(
     x: Array,
     documents: Array | None,
     *,
-    pipeline: Pipeline,
+    pipeline: ParallelConfig,
     num_before: int,
     gather: ParameterGather,
     remat: str,
@@ -103,14 +82,12 @@ def through_stages(
     graphs, states = zip(*map(nnx.split, stacks), strict=True)
     is_piped = _num_periods(states) > num_before
     if documents is not None:
-        documents = _to_stages(documents, pipeline, mesh).reshape(pipeline.microbatches, -1, documents.shape[1])
+        documents = _to_stages(documents, pipeline, mesh).reshape(pipeline.num_microbatches, -1, documents.shape[1])
     # Sums of gradients over all microbatches.
     sums = [_sums(state) for state in states]
     states = [jax.tree.map(jax.lax.stop_gradient, state) for state in states]
-    first, blocks = (
-        partial(_first, number=num_before),
-        partial(_in_blocks, first=num_before, pipeline=pipeline, mesh=mesh),
-    )
+    first = partial(jax.tree.map, lambda leaf: leaf[:num_before])
+    blocks = partial(_in_blocks, first=num_before, pipeline=pipeline, mesh=mesh)
     parts = Parts(
         before=[first(state) for state in states] if num_before else None,
         sums_before=[first(one) for one in sums] if num_before else None,
@@ -124,7 +101,7 @@ def through_stages(
     run = jax.shard_map(
         stage,
         mesh=mesh,
-        in_specs=(_specs(),),
+        in_specs=(Parts(PartitionSpec(), PartitionSpec(), OF_BLOCKS, OF_BLOCKS, BY_STAGE, PartitionSpec(), BY_STAGE),),
         out_specs=(BY_STAGE, BY_STAGE, OF_BLOCKS),
         axis_names={STAGE},
         # With it, JAX 0.12 cannot lower the gradients of nested shard_maps.
@@ -136,17 +113,11 @@ def through_stages(
     return _from_stages(x_out, x.shape, pipeline, mesh), jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *found)
 
 
-def _specs() -> Any:
-    everywhere = PartitionSpec()
-    specs: dict[str, Any] = {"before": everywhere, "sums_before": everywhere, "blocks": OF_BLOCKS, "sums": OF_BLOCKS}
-    return Parts(**specs, x=BY_STAGE, documents=everywhere, stage=BY_STAGE)
-
-
 @dataclass(frozen=True)
 class _Stage:
     """Program of one stage, with the mesh axes besides `stage` left to the compiler."""
 
-    pipeline: Pipeline
+    pipeline: ParallelConfig
     graphs: Sequence[nnx.GraphDef]
     gather: ParameterGather
     remat: str
@@ -163,7 +134,7 @@ class _Stage:
 
     def _before(self, states: Any, sums: Any, x: Array, documents: Array | None, stage: Array) -> tuple[Array, Any]:
         """Apply layers to the microbatches at home; return their statistics `[M / S, layers, D, ...]`."""
-        per_stage = self.pipeline.per_stage
+        per_stage = _per_stage(self.pipeline)
 
         def one(sums: Any, at: Array) -> tuple[Any, tuple[Array, Any]]:
             mine = None if documents is None else documents[stage * per_stage + at]
@@ -175,34 +146,34 @@ class _Stage:
     def _ticks(self, blocks: Any, sums: Any, x: Array, documents: Array | None, stage: Array) -> tuple[Array, Any]:
         """Run the pipeline; return the outputs at home and statistics `[R, 1, M, layers, D, ...]` of this stage."""
         pipeline = self.pipeline
-        num_stages, total = pipeline.stages, pipeline.microbatches * pipeline.repeats
-        delay = pipeline.microbatches - num_stages if pipeline.repeats > 1 else 0
+        num_stages, total = pipeline.stages, pipeline.num_microbatches * pipeline.repeats
+        delay = pipeline.num_microbatches - num_stages if pipeline.repeats > 1 else 0
         onwards = [(i, (i + 1) % num_stages) for i in range(num_stages)]
         back = [(i, i - 1) for i in range(1, num_stages)]
         block = self._rematerialized(partial(self._block, documents))
 
         def tick(carry: tuple[Array, Array, Array, Any], now: Array) -> tuple[tuple[Array, Array, Array, Any], Any]:
             home, waiting, arrived, sums = carry
-            slot, item = now % pipeline.per_stage, jnp.clip(now - stage, 0, total - 1)
+            slot, item = now % _per_stage(pipeline), jnp.clip(now - stage, 0, total - 1)
             # Stage 0 reads new microbatches from its home slots, which the other stages pass on to it.
             first, returned = home[slot], arrived
             if delay:
                 returned, waiting = waiting[now % delay], waiting.at[now % delay].set(arrived)
             if pipeline.repeats > 1:
-                first = jnp.where(now < pipeline.microbatches, first, returned)
+                first = jnp.where(now < pipeline.num_microbatches, first, returned)
             x = jnp.where(stage == 0, first, arrived)
             y, stats, sums = block(blocks, sums, x, item, item == now - stage)
             passed = jnp.where(stage == num_stages - 1, y, jax.lax.ppermute(home[slot], STAGE, back))
             return (home.at[slot].set(passed), waiting, jax.lax.ppermute(y, STAGE, onwards), sums), stats
 
         start = (x, jnp.zeros((delay, *x.shape[1:]), x.dtype), jnp.zeros_like(x[0]), sums)
-        (home, _, _, _), stats = jax.lax.scan(tick, start, jnp.arange(pipeline.num_ticks))
+        (home, _, _, _), stats = jax.lax.scan(tick, start, jnp.arange(total + num_stages - 1))
         # The last outputs entered their slots `stages - 1` ticks after the last inputs left them.
         home = jnp.roll(home, 1 - num_stages, 0)
 
         def own(leaf: Array) -> Array:
             mine = jax.lax.dynamic_slice_in_dim(leaf, stage, total)
-            return mine.reshape(pipeline.repeats, 1, pipeline.microbatches, *leaf.shape[1:])
+            return mine.reshape(pipeline.repeats, 1, pipeline.num_microbatches, *leaf.shape[1:])
 
         return home, jax.tree.map(own, stats)
 
@@ -210,7 +181,7 @@ class _Stage:
         self, documents: Array | None, blocks: Any, sums: Any, x: Array, item: Array, is_active: Array
     ) -> tuple[Array, Any, Any]:
         """Apply the block of one item, a microbatch in a repeat; mask all tokens unless it is active."""
-        repeat, microbatch = item // self.pipeline.microbatches, item % self.pipeline.microbatches
+        repeat, microbatch = item // self.pipeline.num_microbatches, item % self.pipeline.num_microbatches
         states = jax.tree.map(lambda leaf: leaf[0] if leaf.shape[0] == 1 else leaf[repeat], blocks)
         mine, first = None if documents is None else documents[microbatch], repeat * _num_periods(states)
         return self._layers(states, sums, first, x, mine, jnp.broadcast_to(is_active, x.shape[:2]))
@@ -224,7 +195,7 @@ class _Stage:
         self, states: Any, sums: Any, first: Array | int, x: Array, documents: Array | None, mask: Array | None
     ) -> tuple[Array, Any, Any]:
         mesh = jax.sharding.get_abstract_mesh()
-        gather = partial(self.gather.inside(mesh), first=1)
+        gather = partial(replace(self.gather, mesh=mesh), first=1)
         if documents is not None:
             # Padding is not routed.
             mask = documents >= 0 if mask is None else mask & (documents >= 0)
@@ -250,12 +221,7 @@ def _sums(state: nnx.State) -> nnx.State:
     return nnx.from_flat_state([(path, one.replace(sums_of(one.get_value()))) for path, one in params])
 
 
-def _first(state: nnx.State, number: int) -> nnx.State:
-    sliced: nnx.State = jax.tree.map(lambda leaf: leaf[:number], state)
-    return sliced
-
-
-def _in_blocks(state: nnx.State, first: int, pipeline: Pipeline, mesh: Mesh) -> nnx.State:
+def _in_blocks(state: nnx.State, first: int, pipeline: ParallelConfig, mesh: Mesh) -> nnx.State:
     """Reshape the leaves of a stack, from period `first` on, to `[R, S, periods of a block, ...]`."""
 
     def one(variable: nnx.Variable) -> nnx.Variable:
@@ -269,15 +235,15 @@ def _in_blocks(state: nnx.State, first: int, pipeline: Pipeline, mesh: Mesh) -> 
     return nnx.from_flat_state([(path, one(variable)) for path, variable in nnx.to_flat_state(state)])
 
 
-def _to_stages(array: Array, pipeline: Pipeline, mesh: Mesh) -> Array:
+def _to_stages(array: Array, pipeline: ParallelConfig, mesh: Mesh) -> Array:
     """Reshape `[B, T, ...]`, split over all devices, to microbatches `[S, M / S, B / M, T, ...]`."""
     shape = _shape(array.shape[0], pipeline, mesh)
     array = array.reshape(*shape, *array.shape[1:]).transpose(1, 2, 0, 3, *range(4, 3 + array.ndim))
-    array = array.reshape(pipeline.stages, pipeline.per_stage, -1, *array.shape[4:])
+    array = array.reshape(pipeline.stages, _per_stage(pipeline), -1, *array.shape[4:])
     return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, PartitionSpec(STAGE, None, _others(mesh))))
 
 
-def _from_stages(array: Array, shape: tuple[int, ...], pipeline: Pipeline, mesh: Mesh) -> Array:
+def _from_stages(array: Array, shape: tuple[int, ...], pipeline: ParallelConfig, mesh: Mesh) -> Array:
     """Invert `_to_stages`; `shape` is the result's."""
     groups, stages, per_stage, size = _shape(shape[0], pipeline, mesh)
     array = array.reshape(stages, per_stage, groups, size, *shape[1:])
@@ -285,14 +251,14 @@ def _from_stages(array: Array, shape: tuple[int, ...], pipeline: Pipeline, mesh:
     return jax.lax.with_sharding_constraint(array, batch_sharding(mesh))
 
 
-def _shape(batch: int, pipeline: Pipeline, mesh: Mesh) -> tuple[int, int, int, int]:
+def _shape(batch: int, pipeline: ParallelConfig, mesh: Mesh) -> tuple[int, int, int, int]:
     groups = mesh.size // pipeline.stages
-    if batch % (groups * pipeline.microbatches):
+    if batch % (groups * pipeline.num_microbatches):
         raise ValueError(
-            f"batch is {batch}; expected a multiple of microbatches {pipeline.microbatches} x {groups}, the devices "
-            "of a stage"
+            f"batch is {batch}; expected a multiple of microbatches {pipeline.num_microbatches} x {groups}, the "
+            "devices of a stage"
         )
-    return groups, pipeline.stages, pipeline.per_stage, batch // (groups * pipeline.microbatches)
+    return groups, pipeline.stages, _per_stage(pipeline), batch // (groups * pipeline.num_microbatches)
 
 
 def _in_order(leaf: Array) -> Array:

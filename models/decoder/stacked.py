@@ -1,7 +1,7 @@
-"""Decoder for training, with stacked layers and fully sharded parameters."""
+"""Decoder for training, with stacked layers and parameters sharded over all devices."""
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,14 +11,13 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_moe_lb import Stats
-from jax_moe_lb.routing import updated_bias
-from models.config import LoraConfig
+from jax_moe_lb import MoE, Stats
+from models.config import LoraConfig, ParallelConfig
 from models.data.marks import positions_in, predicted, segments, words
 from models.decoder.attention import StreamNorm
-from models.decoder.layers import KEPT, ParameterGather, add_adapters, period_of, scan_stacked, split
-from models.decoder.model import Decoder, DecoderBlock, first_layers, scaled
-from models.decoder.pipeline import Pipeline, through_stages
+from models.decoder.layers import KEPT, ParameterGather, add_adapters, period_of, scan_states, split
+from models.decoder.model import Decoder, DecoderBlock, scaled
+from models.decoder.pipeline import check_stages, through_stages
 from models.mesh import all_axes, batch_sharding
 
 # Tokens per sequence with materialized logits; with a vocabulary of 150,000 they take 2.5 GB in float32. Gradients of
@@ -45,7 +44,7 @@ class StackedDecoder(nnx.Module):
         has_padding: bool = False,
         lora: LoraConfig = LoraConfig(),
         adapted: Collection[str] | None = None,
-        pipeline: Pipeline | None = None,
+        pipeline: ParallelConfig | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> None:
         self.config, self.mesh = decoder.config, decoder.mesh
@@ -53,15 +52,15 @@ class StackedDecoder(nnx.Module):
         self.has_padding = has_padding
         self.embed, self.norm, self.head = decoder.embed, decoder.norm, decoder.head
         runs = [list(run) for _, run in itertools.groupby(decoder.blocks, lambda block: block.moe is None)]
-        self.stacks = nnx.List([_stacked(run) for run in runs])
+        self.stacks = nnx.List([stacked(run) for run in runs])
         # The longest run of layers with experts.
         self.piped = max(range(len(runs)), key=lambda i: len(runs[i]) * (runs[i][0].moe is not None))
         if pipeline is not None:
-            pipeline.check(self.mesh, len(runs[self.piped]), len(self.stacks[self.piped]))
+            check_stages(pipeline, self.mesh, len(runs[self.piped]), len(self.stacks[self.piped]))
         is_even = pipeline is not None and not pipeline.layers_before and pipeline.repeats == 1
         self.further = decoder.further
         for further in self.further:
-            (further.block,) = _stacked([further.block])
+            (further.block,) = stacked([further.block])
         self.places: Places = (
             *(
                 (f"stacks.{i}.{layer % len(stacks)}", layer // len(stacks))
@@ -70,9 +69,12 @@ class StackedDecoder(nnx.Module):
             ),
             *((f"further.{i}.block", 0) for i in range(len(self.further))),
         )
-        for path, variable in nnx.to_flat_state(nnx.state(self, nnx.Param)):
-            is_stack = path[0] == "stacks" or "block" in path
-            split(variable, path, self.mesh, int(is_stack), is_staged=is_even and path[:2] == ("stacks", self.piped))
+        for path, variable in nnx.to_flat_state(nnx.state(self)):
+            first = int(path[0] == "stacks" or "block" in path)
+            if isinstance(variable, nnx.Param):
+                split(variable, path, self.mesh, first, is_staged=is_even and path[:2] == ("stacks", self.piped))
+            elif spec := variable.get_metadata().get("out_sharding"):
+                variable.set_metadata(out_sharding=((None,) * first + tuple(spec)))
         self.adapter_scale = lora.alpha / lora.rank if lora.rank else 0.0
         rngs = rngs or nnx.Rngs(0)
         for i, stacks in enumerate(self.stacks if lora.rank else ()):
@@ -110,15 +112,27 @@ class StackedDecoder(nnx.Module):
 
     def update_bias(self, stats: Stats, rate: float) -> None:
         """Update the selection biases of all layers from the load of one step; see `MoE.update_bias`."""
+        self._update(stats, lambda moe, one: moe.update_bias(one, rate))
+
+    def update_loads(self, stats: Stats) -> None:
+        """Update the running loads of all layers, for their relocation; see `MoE.update_loads`."""
+        self._update(stats, MoE.update_loads)
+
+    def _update(self, stats: Stats, update: Callable[[MoE, Stats], None]) -> None:
         first = 0
         for stacks in [*self.stacks, *([further.block] for further in self.further)]:
             layers = [block.moe for block in stacks if block.moe is not None]
             for place, moe in enumerate(layers):
-                bias = moe.bias[...]
-                counts = stats.counts[first + place : first + bias.shape[0] * len(layers) : len(layers)]
-                load = counts.reshape(bias.shape[0], -1, bias.shape[1]).sum(1, dtype=jnp.int32)
-                moe.bias[...] = jax.vmap(partial(updated_bias, rate=rate))(bias, load)
-            first += sum(moe.bias.shape[0] for moe in layers)
+                graph, state = nnx.split(moe)
+                part = slice(first + place, first + moe.kernel.shape[0] * len(layers), len(layers))
+
+                def of_layer(state: nnx.State, stats: Stats, graph: nnx.GraphDef = graph) -> nnx.State:
+                    moe: MoE = nnx.merge(graph, state)
+                    update(moe, stats)
+                    return nnx.state(moe, nnx.Not(nnx.Param))
+
+                nnx.update(moe, jax.vmap(of_layer)(state, jax.tree.map(lambda leaf, part=part: leaf[part], stats)))
+            first += sum(moe.kernel.shape[0] for moe in layers)
 
     def _cross_entropy(self, norm: StreamNorm, x: Array, targets: Array, are_counted: Array, head: Array) -> Array:
         """Return the sum of the cross-entropies of the counted targets."""
@@ -141,9 +155,10 @@ class StackedDecoder(nnx.Module):
     def _states(self, tokens: Array, documents: Array | None, experts: Array | None = None) -> tuple[Array, Stats]:
         x, per_stack = self._embedded(tokens), []
         for stacks in self.stacks:
-            layers = 0 if stacks[0].moe is None else len(stacks) * stacks[0].moe.kernel.shape[0]
-            given, experts = first_layers(experts, layers)
-            x, stats = self._scanned(stacks, x, documents, given if layers else None)
+            given = None
+            if experts is not None and stacks[0].moe is not None:
+                given, experts = jnp.split(experts, [len(stacks) * stacks[0].moe.kernel.shape[0]])
+            x, stats = self._scanned(stacks, x, documents, given)
             per_stack += [] if stacks[0].moe is None else [stats]
         return x, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *per_stack)
 
@@ -160,7 +175,13 @@ class StackedDecoder(nnx.Module):
             return through_stages(stacks, x, documents, gather=gather, **how)
         mask = documents >= 0 if documents is not None and self.has_padding else None
         shared = () if documents is None else (positions_in(documents), mask, None, documents)
-        return scan_stacked(stacks, x, batch_sharding(self.mesh), partial(gather, first=1), self.remat, shared, experts)
+        graphs, states = zip(*map(nnx.split, stacks), strict=True)
+        x, stats, after, _ = scan_states(
+            graphs, states, x, batch_sharding(self.mesh), partial(gather, first=1), self.remat, shared, experts=experts
+        )
+        for stack, state in zip(stacks, after, strict=True):
+            nnx.update(stack, state)
+        return x, stats
 
     def _embedded(self, tokens: Array) -> Array:
         """Look up all tokens in the local channels of the table, then exchange for all channels of the local tokens."""
@@ -190,7 +211,7 @@ class StackedDecoder(nnx.Module):
         return scaled(logits, self.config.logit_scale)
 
 
-def _stacked(blocks: Sequence[DecoderBlock]) -> nnx.List:
+def stacked(blocks: Sequence[DecoderBlock]) -> nnx.List:
     """Return a block for each layer of a period, whose arrays stack those of all periods."""
     graphs, states = zip(*map(nnx.split, blocks), strict=True)
     period = period_of(graphs)

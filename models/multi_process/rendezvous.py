@@ -95,7 +95,9 @@ def detect_process(
     coordinator: str | None, num_processes: int | None, process_id: int | None, timeout_s: float
 ) -> Place:
     """Return the coordinates of this process from the arguments, the environment, or a cluster detected by JAX."""
-    coordinator, source = _given_or("JAX_COORDINATOR_ADDRESS", coordinator, "multi_process.coordinator")
+    source = "multi_process.coordinator"
+    if coordinator is None:
+        coordinator, source = os.environ.get("JAX_COORDINATOR_ADDRESS"), "JAX_COORDINATOR_ADDRESS"
     if coordinator is not None:
         # Validate the address before the cluster detection, which may take long.
         _address(coordinator, source)
@@ -105,11 +107,6 @@ def detect_process(
     if None in found:
         found = _detected(coordinator, num_processes, process_id, timeout_s)
     return _checked(found, source)
-
-
-def _given_or(variable: str, given: str | None, option: str) -> tuple[str | None, str]:
-    """Return a value, and its source for messages."""
-    return (given, option) if given is not None else (os.environ.get(variable), variable)
 
 
 def _whole(variable: str, given: int | None) -> int | None:

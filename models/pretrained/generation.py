@@ -14,6 +14,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_moe_lb import Stats, compiler_options, raise_on_fault
+from models.config import require_finite
 from models.decoder.attention import Cache
 from models.decoder.model import Decoder
 from models.mesh import batch_sharding, state_shardings
@@ -35,18 +36,13 @@ class Sampling:
     seed: int = 0  # seed of the random numbers
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}; expected a finite number of at least 0")
+        require_finite(self, "temperature", "top_k", "seed")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; expected more than 0 and at most 1")
-        if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}; expected at least 0")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p is {self.min_p}; expected 0 to 1")
         if not 0 < self.repetition_penalty < float("inf"):
             raise ValueError(f"repetition_penalty is {self.repetition_penalty}; expected a finite number above 0")
-        if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}; expected at least 0")
 
 
 def choose(logits: Array, sampling: Sampling, key: Array, occurred: Array | None = None) -> Array:

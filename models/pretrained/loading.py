@@ -36,16 +36,14 @@ def from_pretrained(
     *,
     compute_dtype: str = "float32",
     param_dtype: str = "float32",
-    scan_layers: bool = False,
     predict_further: bool = False,
     limits: FileLimits = FileLimits(),
 ) -> Decoder:
     """Load the model of a checkpoint folder onto the devices of a mesh, for generation; training uses `load_state`."""
     # Experts are on their home ranks, other parameters on every device. A `param_dtype` as in the file preserves every
     # bit. `predict_further` loads multi-token prediction layers, too.
-    options: dict[str, Any] = {"compute_dtype": compute_dtype, "param_dtype": param_dtype}
-    options |= {"scan_layers": scan_layers, "predict_further": predict_further}
-    config = configured(read_fields(folder, limits), **options)
+    dtypes = {"compute_dtype": compute_dtype, "param_dtype": param_dtype}
+    config = configured(read_fields(folder, limits), **dtypes, predict_further=predict_further)
 
     def create() -> Decoder:
         return Decoder(config, mesh=mesh, system=system, rngs=nnx.Rngs(0))
@@ -122,14 +120,11 @@ def checked_pieces(
     first, last = layouts
     own = {piece.name for piece in last} - {piece.name for piece in first}
     has_own = not own.isdisjoint(weights.shapes)
-    pieces = last if has_own or (not own and not _fit(weights, first)) else first
+    fits = all(weights.shapes.get(piece.name) == piece.shape for piece in first)
+    pieces = last if has_own or not (own or fits) else first
     fields = Fields(config.source, UNLIMITED)
     _check(weights, pieces, _passed_over(fields, config.num_further, config.tie_embeddings))
     return pieces
-
-
-def _fit(weights: Weights, pieces: list[ParameterSlice]) -> bool:
-    return all(weights.shapes.get(piece.name) == piece.shape for piece in pieces)
 
 
 def _check(weights: Weights, pieces: list[ParameterSlice], passed_over: tuple[str, ...]) -> None:
@@ -192,16 +187,12 @@ def _place(
             continue
         line = jax.device_put(part, device)
         if depth and device not in shards:
-            shards[device] = _zeros(tuple(map(len, ranges[device])), dtype, device)
+            # The argument `device` of `jnp.zeros` fills an array on the default device first, and copies it.
+            with jax.default_device(device):
+                shards[device] = jnp.zeros(tuple(map(len, ranges[device])), dtype)
         shards[device] = _with_line(shards[device], line, local) if depth else line
         # Wait for the transfer; otherwise the host would read ahead and hold all pending slices in memory.
         shards[device].block_until_ready()
-
-
-def _zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> Array:
-    # The argument `device` of `jnp.zeros` fills an array on the default device first, and copies it.
-    with jax.default_device(device):
-        return jnp.zeros(shape, dtype)
 
 
 def _hull(parts: Iterable[range]) -> range:

@@ -8,6 +8,7 @@ floats with a scale per row or block) and `pack-quantized` (integers of 4 or 8 b
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import ml_dtypes
 import numpy as np
 
 from jax_moe_lb.core.checks import shown
@@ -20,10 +21,8 @@ PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
 WORD_BITS = 32  # bits of a word of packed integers
 BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of the values and scales of an `mxfp4` tensor
 
-# Values of the 4-bit floats: one sign bit, two exponent bits, one mantissa bit.
-FP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+FP4, E8M0 = ml_dtypes.float4_e2m1fn, ml_dtypes.float8_e8m0fnu  # dtypes of the values and scales of `mxfp4`
 FP4_GROUP = 32  # weights per scale in `mxfp4`
-E8M0_BIAS, E8M0_NAN = 127, 255
 
 
 @dataclass(frozen=True)
@@ -128,14 +127,10 @@ class Mxfp4:
         """Read whole experts from disk; select rows and columns before the conversion to floats."""
         experts, rows, columns = (index + (slice(None),) * 3)[:3]
         blocks = tensors.read(name + BLOCKS, (experts,))[..., columns, :, :]
-        scales = tensors.read(name + SCALES, (experts,))[..., columns, :]
-        if (scales == E8M0_NAN).any():
-            raise ValueError(
-                f"{tensors.folder}: {short(name + SCALES)} has a NaN scale ({E8M0_NAN}); expected finite scales"
-            )
-        wide = np.empty((*blocks.shape, 2), np.float32)
-        wide[..., 0], wide[..., 1] = FP4_VALUES[blocks & 15], FP4_VALUES[blocks >> 4]
-        wide = np.ldexp(wide, scales.astype(np.int32)[..., None, None] - E8M0_BIAS)
+        scales = tensors.read(name + SCALES, (experts,)).view(E8M0)[..., columns, :].astype(np.float32)
+        if np.isnan(scales).any():
+            raise ValueError(f"{tensors.folder}: {short(name + SCALES)} has a NaN scale (255); expected finite scales")
+        wide = np.stack([blocks & 15, blocks >> 4], -1).view(FP4).astype(np.float32) * scales[..., None, None]
         return np.swapaxes(wide.reshape(*blocks.shape[:-2], -1), -1, -2)[..., rows, :]
 
 

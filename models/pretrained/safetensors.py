@@ -14,8 +14,9 @@ from safetensors import SafetensorError, safe_open
 
 from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.checks import shown
-from jax_moe_lb.core.file_limits import LimitError, open_regular, parse_json, read_bytes
+from jax_moe_lb.core.file_limits import open_regular
 from models.architectures.parameter_map import Index
+from models.run_folder.files import read_object
 
 NUMPY: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 NUMPY |= {"I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_}
@@ -152,13 +153,11 @@ class TensorFolder:
     def _weight_map(self) -> dict[str, str]:
         path = self.folder / INDEX
         try:
-            places = parse_json(read_bytes(path, self.limits), self.limits)["weight_map"]
-            if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-                raise ValueError("expected weight_map to map names to files")
-        except LimitError as error:
-            raise LimitError(f"{path}: {error}") from error
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is not an index: {error}") from error
+            places = read_object(path, self.limits).get("weight_map")
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+            raise ValueError(f"{path}: weight_map is {shown(places)}; expected an object of names and files")
         return places
 
     def _check_index(self) -> None:

@@ -87,7 +87,8 @@ def readme(config: DecoderConfig) -> str:
 @contextmanager
 def vacant(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder, renamed to `folder` at the end of the context, or deleted after an error."""
-    check_vacant(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"out is {str(folder)!r}, which is not empty; expected a new or empty folder")
     aside = part(folder)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -105,12 +106,6 @@ def copy_files(names: Iterable[str], source: Path, to: Path) -> None:
     for name in names:
         if (source / name).is_file():
             shutil.copyfile(source / name, to / name)
-
-
-def check_vacant(folder: Path) -> None:
-    """Raise `ValueError` if the folder is not empty."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"out is {str(folder)!r}, which is not empty; expected a new or empty folder")
 
 
 def config_json(config: DecoderConfig, dtype: str) -> str:

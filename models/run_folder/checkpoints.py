@@ -33,7 +33,7 @@ from jax_moe_lb.nn.variables import ExpertHomes, RunningLoads
 from models.config import CheckpointConfig
 from models.decoder.layers import Adapter
 from models.run_folder.checkpoint_limits import check_arrays, check_texts
-from models.run_folder.files import RECORD, damage, has_checksums, has_record, misplacement, naming, write_checksums
+from models.run_folder.files import RECORD, damage, has_checksums, misplacement, naming, write_checksums
 
 
 def keep_quiet() -> None:
@@ -89,14 +89,6 @@ class CheckpointMetadata(NamedTuple):
     base: str = ""
 
 
-def preservation_policy(config: CheckpointConfig) -> managers.PreservationPolicy:
-    """Return the retention of checkpoints as an Orbax policy."""
-    newest = managers.LatestN(n=config.keep)
-    if config.keep_every_s is None:
-        return newest
-    return managers.AnyPreservationPolicy([newest, managers.EveryNSeconds(interval_secs=config.keep_every_s)])
-
-
 class Checkpoints(AbstractContextManager["Checkpoints"]):
     """Manager of the newest checkpoints in a folder, and a context manager waiting for the last write."""
 
@@ -112,10 +104,12 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         # The manager may read metadata of any checkpoint.
         for step in steps_in(self.folder):
             check_texts(self.folder / str(step), limits)
+        policy: managers.PreservationPolicy = managers.LatestN(n=config.keep)
+        if config.keep_every_s is not None:
+            every = managers.EveryNSeconds(interval_secs=config.keep_every_s)
+            policy = managers.AnyPreservationPolicy([policy, every])
         # Remove incomplete checkpoints of a killed run.
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=preservation_policy(config), cleanup_tmp_directories=True
-        )
+        options = ocp.CheckpointManagerOptions(preservation_policy=policy, cleanup_tmp_directories=True)
         self.manager = ocp.CheckpointManager(self.folder, options=options, item_names=(*ITEMS, "run"))
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.written: Future[None] | None = None
@@ -176,9 +170,6 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
     def read_kept(self, step: int) -> CheckpointMetadata:
         """Return the metadata of the checkpoint of `step`."""
-        if not (self.folder / str(step) / "run").exists():
-            where = f"the checkpoint of step {step} in {str(self.folder)!r}"
-            raise ValueError(f"{where} is of an older version; expected one with an item 'run'")
         with naming(self.folder / str(step)), system_errors():
             found = self.manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
         return CheckpointMetadata(**{name: value for name, value in found.items() if name not in RECORD})
@@ -225,28 +216,23 @@ def restore_newest(
     run_id: str | None = None,
 ) -> tuple[int, nnx.State, CheckpointMetadata]:
     """Restore the newest intact checkpoint; return its step, state and metadata."""
-    # A checkpoint saved at another step or by another run is damaged. A checkpoint of an older version, without this
-    # record, is restored with a message.
+    # A checkpoint saved at another step or by another run is damaged.
     with Checkpoints(folder, limits=limits) as checkpoints:
         for step in steps_in(folder):
-            where = f"the checkpoint of step {step} in {str(folder)!r}"
-            problem = misplacement(folder / str(step), run_id, limits) or damage(folder / str(step), limits)
+            problem = damage(folder / str(step), limits) or misplacement(folder / str(step), run_id, limits)
             # All processes must restore the same step.
             if bool(multihost_utils.broadcast_one_to_all(np.bool_(problem is None))):
                 try:
                     kept = checkpoints.read_kept(step)
                     same_mesh = layout is None or layout == kept.layout
-                    state = checkpoints.restore(step, shapes, init, same_mesh=same_mesh)
-                    if not has_record(folder / str(step), limits):
-                        tell(f"{where} is of an older version: it does not record its step and run")
-                    return step, state, kept
+                    return step, checkpoints.restore(step, shapes, init, same_mesh=same_mesh), kept
                 except Exception as error:
                     # With matching checksums, the state belongs to another model; without checksums, the files may be
                     # damaged.
                     if has_checksums(folder / str(step)) or jax.process_count() > 1:
                         raise
                     problem = str(error).partition("\n")[0]
-            tell(f"{where} is damaged: {problem}")
+            tell(f"the checkpoint of step {step} in {str(folder)!r} is damaged: {problem}")
     raise ValueError(f"resume is set, but every checkpoint in {str(folder)!r} is damaged; expected an intact one")
 
 

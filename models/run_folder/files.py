@@ -4,11 +4,11 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TextIO
 
 from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.checks import shown
@@ -32,6 +32,19 @@ def write_whole(path: Path, content: bytes) -> None:
         # Leave no partial file on a full disk.
         aside.unlink(missing_ok=True)
         raise
+
+
+def read_object(path: Path, limits: FileLimits) -> dict[str, Any]:
+    """Read a JSON object; errors have its path."""
+    try:
+        found = parse_json(read_bytes(path, limits), limits)
+    except LimitError as error:
+        raise LimitError(f"{path}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return found
 
 
 @contextmanager
@@ -67,29 +80,15 @@ def free_sibling(path: Path, word: str) -> Path:
     return sibling
 
 
-def move_into(folder: Path, paths: Iterable[Path]) -> None:
-    """Move existing files and folders into a new folder, in the given order."""
-    folder.mkdir()
-    for path in paths:
-        if path.exists():
-            # Unlike a rename, this works across file systems, as needed if the run folder is a mount point.
-            shutil.move(path, folder / path.name)
-
-
-class FolderLock:
-    """Lock against other processes writing into a folder; the kernel releases it when the process ends."""
-
-    def __init__(self, folder: Path) -> None:
-        self.file = (folder / ".lock").open("a")
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self.file.close()
-            raise
-
-    def release(self) -> None:
-        """Release the lock."""
-        self.file.close()
+def lock_folder(folder: Path) -> TextIO:
+    """Lock a folder against other processes writing into it, until the returned file is closed or the process ends."""
+    file = (folder / ".lock").open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise
+    return file
 
 
 CHECKSUMS = "sha256.json"
@@ -108,15 +107,12 @@ def has_checksums(checkpoint: Path) -> bool:
 def damage(checkpoint: Path, limits: FileLimits = FileLimits()) -> str | None:
     """Describe the damage of a checkpoint; return `None` if its files match their checksums or it has none."""
     try:
-        expected = parse_json(read_bytes(checkpoint / CHECKSUMS, limits), limits)
-        if not isinstance(expected, dict):
-            raise ValueError(f"{CHECKSUMS} is no JSON object; expected one")
-        found = _checksums(checkpoint)
+        expected, found = read_object(checkpoint / CHECKSUMS, limits), _checksums(checkpoint)
     except FileNotFoundError:
-        # The run was killed before it wrote the checksums, or is older than them. The checkpoint is complete.
+        # The run was killed before it wrote the checksums. The checkpoint is complete.
         return None
     except LimitError as error:
-        return f"{CHECKSUMS}: {error}"
+        return str(error).removeprefix(f"{checkpoint}{os.sep}")
     except (OSError, ValueError):
         return f"{CHECKSUMS} cannot be read"
     differing = [name for name in sorted({*expected, *found}) if expected.get(name) != found.get(name)]
@@ -128,30 +124,16 @@ RECORD = ("step", "run_id")  # keys of the item `run` of a checkpoint that bind 
 
 def misplacement(checkpoint: Path, run_id: str | None = None, limits: FileLimits = FileLimits()) -> str | None:
     """Describe how the record of a checkpoint differs from its folder; return `None` if they agree."""
-    # A checkpoint without a readable record has no misplacement: see `has_record`.
-    record = _record(checkpoint, limits)
-    if record is None:
-        return None
-    step, saved_by = (record[name] for name in RECORD)
+    try:
+        record = read_object(checkpoint / "run" / "metadata", limits)
+        step, saved_by = (record[name] for name in RECORD)
+    except (OSError, KeyError, ValueError):
+        return "it does not record its step and run"
     if str(step) != checkpoint.name:
         return f"it was saved at step {shown(step)}; expected step {checkpoint.name}"
     if run_id is not None and saved_by != run_id:
         return f"it was saved by run {shown(saved_by)}; expected run {run_id!r}"
     return None
-
-
-def has_record(checkpoint: Path, limits: FileLimits = FileLimits()) -> bool:
-    """Return whether a checkpoint records its step and its run; those of older versions do not."""
-    return _record(checkpoint, limits) is not None
-
-
-def _record(checkpoint: Path, limits: FileLimits) -> dict | None:
-    try:
-        found = parse_json(read_bytes(checkpoint / "run" / "metadata", limits), limits)
-    except (OSError, ValueError):
-        # The checksums, or reading the whole checkpoint, report a damaged file.
-        return None
-    return found if isinstance(found, dict) and all(name in found for name in RECORD) else None
 
 
 def _checksums(checkpoint: Path) -> dict[str, str]:

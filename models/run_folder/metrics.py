@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -23,7 +24,7 @@ from jax_moe_lb.balancers import LayerCost
 from jax_moe_lb.core import FileLimits, plain_plan
 from jax_moe_lb.core.file_limits import DEFAULT_LIMITS, LimitError, parse_json, read_bytes
 from jax_moe_lb.core.plan_file import read_named
-from models.run_folder.files import free_sibling, move_into, naming, part, write_whole
+from models.run_folder.files import free_sibling, naming, part, read_object, write_whole
 
 # Statistics recorded as mean and maximum over layers.
 PER_LAYER = ("imbalance_before", "imbalance_after", "overload_factor", "max_violation")
@@ -76,7 +77,6 @@ class CountsTrace:
 
 # Statistics recorded in full, for the first expert-parallel group.
 PER_STEP = ("counts", "quota", "load_before", "load_after")
-FIGURES = ("loss", "imbalance", "speed", "load", "served", "counts")
 
 
 class RunFolder:
@@ -91,7 +91,6 @@ class RunFolder:
         self.config = path / "config.json"  # configuration and environment
         self.summary = path / "summary.json"  # final results
         self.report = path / "report.html"  # self-contained report
-        self.figures = [path / f"{name}.png" for name in FIGURES]  # figures of the report
         self.tensorboard = path / "tensorboard"  # folder of event files
         self.profile = path / "profile"  # folder of profiler traces, for Perfetto and TensorBoard
         self.model = path / "model"  # final model of a checkpoint, in the format of `transformers`
@@ -114,7 +113,7 @@ class RunFolder:
     def files(self) -> list[Path]:
         """All paths written by a run; other files of the folder do not belong to it."""
         # The first is the one required for resuming.
-        files = [self.config, self.metrics, self.counts, self.summary, self.report, *self.figures]
+        files = [self.config, self.metrics, self.counts, self.summary, self.report]
         files += [self.counts_of(segment) for segment in self.segments if segment > 1]
         folders = [self.checkpoints, self.damaged, self.tensorboard, self.profile, self.model, self.adapter]
         return [*files, *map(part, files), *folders, self.path / "wandb"]
@@ -127,7 +126,10 @@ class RunFolder:
     def move_aside(self) -> Path:
         """Move the files of an earlier run into a new sibling folder, and return it."""
         aside = free_sibling(self.path, "before")
-        move_into(aside, self.files)
+        aside.mkdir()
+        for path in filter(Path.exists, self.files):
+            # Unlike a rename, this works across file systems, as needed if the run folder is a mount point.
+            shutil.move(path, aside / path.name)
         return aside
 
     def rows(self, kind: str, last_step: int | None = None) -> list[dict]:
@@ -164,19 +166,11 @@ class RunFolder:
 
     def described(self) -> dict[str, Any]:
         """Return the content of `config.json`."""
-        try:
-            found = parse_json(read_bytes(self.config, self.limits), self.limits)
-        except LimitError as error:
-            raise LimitError(f"{str(self.config)!r}: {error}") from error
-        except ValueError as error:
-            raise ValueError(f"{str(self.config)!r} is not valid JSON: {error}") from error
-        if not isinstance(found, dict):
-            raise ValueError(f"{str(self.config)!r} has {type(found).__name__}; expected a JSON object")
-        return found
+        return read_object(self.config, self.limits)
 
     @property
     def run_id(self) -> str:
-        """Identifier of the run, recorded in its checkpoints; "" in runs of older versions."""
+        """Identifier of the run, recorded in its checkpoints."""
         return str(self.described().get("run_id", ""))
 
     def check_limits(self) -> None:
@@ -359,8 +353,7 @@ def summarise(folder: RunFolder) -> dict:
     means |= {"weight_bytes_moved": "weight_bytes_moved"}
     return {
         "steps": steps[-1]["step"],
-        # Runs recorded before tokenizers were supported used bytes.
-        "unit": data.get("unit", "byte"),
+        "unit": data["unit"],
         "validation_loss_nats": validation["loss"],
         "validation_loss_bits": validation["loss_bits"],
         "unigram_entropy_nats": entropy_nats,

@@ -14,8 +14,7 @@ from matplotlib import rc_context, rc_params_from_file
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from models.run_folder.files import write_whole
-from models.run_folder.metrics import FIGURES, RECENT_STEPS, RunFolder, summarise
+from models.run_folder.metrics import RECENT_STEPS, RunFolder, summarise
 from models.run_folder.page import table, write_page
 
 # Colors of the site: orange for plain expert parallelism, petrol for the plan.
@@ -75,11 +74,6 @@ def speed_png(steps: list[dict]) -> bytes:
         below.step(numbers, [row["rounds_max"] for row in steps], color=BEFORE, where="mid", lw=1.1)
         below.set(xlabel="step", ylabel="max. rounds", ylim=(0, None))
         return _png(figure)
-
-
-def counts_png(counts: np.ndarray) -> bytes:
-    """Draw heat maps of the copies routed by each rank to each expert, from counts `[layers, R, E]` of a step."""
-    return _heat_maps([(counts, "source rank")])
 
 
 def served_png(counts: np.ndarray, quota: np.ndarray) -> bytes:
@@ -168,19 +162,17 @@ UNITS = ("nats", "bits", "tokens", "bytes", "s")
 
 
 def write_report(folder: RunFolder, summary: dict) -> bool:
-    """Write `report.html` and its figures from the other files of a run, finished or in progress."""
+    """Write `report.html` from the other files of a run, finished or in progress."""
     described, segments = folder.described(), folder.all_counts()
     if not segments:
         return False
     figures = _figures(folder, segments, summary)
-    for path, png in zip(folder.figures, figures, strict=True):
-        write_whole(path, png)
     tables = (
         (caption, [(_label(name), _text(value)) for name, value in values.items()])
         for caption, values in _tables(described, summary, segments[-1]["counts"])
     )
     body = BODY.substitute(
-        dict(zip(FIGURES, (f"data:image/png;base64,{base64.b64encode(png).decode()}" for png in figures), strict=True)),
+        {name: f"data:image/png;base64,{base64.b64encode(png).decode()}" for name, png in figures.items()},
         unit=escape(summary["unit"]),
         last=segments[-1]["steps"][-1],
         of=" of the first group" if summary["num_groups"] > 1 else "",
@@ -234,17 +226,17 @@ def _cards(summary: dict) -> list[tuple[str, str]]:
     ]
 
 
-def _figures(folder: RunFolder, segments: list[dict[str, np.ndarray]], summary: dict) -> list[bytes]:
-    """Return the PNG of each figure, in the order of `FIGURES`."""
+def _figures(folder: RunFolder, segments: list[dict[str, np.ndarray]], summary: dict) -> dict[str, bytes]:
+    """Return the PNG of each figure by its name in the page."""
     last, steps = {name: rows[-1] for name, rows in segments[-1].items()}, folder.rows("step")
-    return [
-        loss_png(steps, folder.rows("validation"), summary["unigram_entropy_nats"], summary["unit"]),
-        imbalance_png(*_over_segments(segments)),
-        speed_png(steps),
-        load_png(last["load_before"], last["load_after"]),
-        served_png(last["counts"], last["quota"]),
-        counts_png(last["counts"]),
-    ]
+    return {
+        "loss": loss_png(steps, folder.rows("validation"), summary["unigram_entropy_nats"], summary["unit"]),
+        "imbalance": imbalance_png(*_over_segments(segments)),
+        "speed": speed_png(steps),
+        "load": load_png(last["load_before"], last["load_after"]),
+        "served": served_png(last["counts"], last["quota"]),
+        "counts": _heat_maps([(last["counts"], "source rank")]),
+    }
 
 
 def _over_segments(segments: list[dict[str, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -101,7 +101,8 @@ class StopRequest:
         # Python signal handlers wait until the main thread leaves C++, where a compilation may take minutes. Instead,
         # the wakeup descriptor receives the signal number immediately, and a thread reads it.
         self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._handlers: dict[int, Any] = {number: signal.signal(number, _ignored) for number in EXIT_CODES}
+        # The default handlers would end the process.
+        self._handlers: dict[int, Any] = {number: signal.signal(number, lambda *_: None) for number in EXIT_CODES}
         Thread(target=self._listen, args=(reader,), daemon=True).start()
         return self
 
@@ -140,7 +141,3 @@ class StopRequest:
                     # Files are written atomically, so an immediate exit leaves them intact.
                     os._exit(SIGNALLED + number)
                 self.received = number
-
-
-def _ignored(number: int, frame: object) -> None:
-    """Replace the default handler, which would end the process."""

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 import numpy as np
@@ -49,7 +49,7 @@ from models.run_folder.checkpoints import (
     steps_in,
     without_homes,
 )
-from models.run_folder.files import FolderLock, free_sibling, write_whole
+from models.run_folder.files import free_sibling, lock_folder, write_whole
 from models.run_folder.metrics import Recorder, RunFolder, layer_row, summarise
 from models.run_folder.report import LiveReport, write_report
 from models.run_folder.trackers import MetricLogger, MetricLoggerConfig, StepLine
@@ -72,7 +72,7 @@ class Run:
     config: TrainConfig  # configuration of the run
     corpus: Corpus  # training and validation text
     folder: RunFolder  # folder of the run's files
-    lock: FolderLock | None  # lock of the folder; `None` in processes that write no files
+    lock: TextIO | None  # lock of the folder; `None` in processes that write no files
     mesh: Mesh  # devices of the run
     programs: Programs  # programs on the devices
     source: Source | None  # checkpoint or published model; `None` for a preset
@@ -86,7 +86,7 @@ class Run:
     def release(self) -> None:
         """Release the lock of the folder."""
         if self.lock is not None:
-            self.lock.release()
+            self.lock.close()
 
 
 def prepare(
@@ -337,10 +337,10 @@ def _traced(config: TrainConfig, mesh: Mesh, programs: Programs) -> Traced:
     return programs.step.trace(programs.state_shapes, tokens)
 
 
-def _locked(folder: RunFolder) -> FolderLock:
+def _locked(folder: RunFolder) -> TextIO:
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
-        return FolderLock(folder.path)
+        return lock_folder(folder.path)
     except BlockingIOError as error:
         raise ValueError(
             f"run_dir is {str(folder.path)!r}, which another training run uses; expected another folder"
@@ -369,9 +369,7 @@ def _resumed(run: Run, tell: Tell) -> Run:
             aside = free_sibling(folder.damaged / str(damaged), "damaged")
             (folder.checkpoints / str(damaged)).rename(aside)
             tell(f"resuming from step {step}; moved the checkpoint of step {damaged} to {str(aside)!r}")
-    # A run of an older version gets its identifier here.
-    run_id = folder.run_id or run.run_id
-    return dataclasses.replace(run, done_steps=step, state=state, position=kept.data, run_id=run_id)
+    return dataclasses.replace(run, done_steps=step, state=state, position=kept.data, run_id=folder.run_id)
 
 
 def _restored(run: Run, layout: dict[str, Any], tell: Tell) -> tuple[int, nnx.State, CheckpointMetadata]:

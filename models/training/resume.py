@@ -54,7 +54,7 @@ def as_before(folder: RunFolder, given: Given) -> Given:
     system = parallel_given.get("system", parallel.get("system"))
     if system != parallel.get("system"):
         parallel |= dict.fromkeys(OF_THE_SYSTEM)
-        if _remembers(system):
+        if jax.tree.leaves(system_named(system).balancer.init((2, 2))):
             # Its balancer keeps loads by place, which is incompatible with relocation.
             moves = {}
     if parallel_given.get("expert_parallel", parallel.get("expert_parallel")) != parallel.get("expert_parallel"):
@@ -65,15 +65,24 @@ def as_before(folder: RunFolder, given: Given) -> Given:
     return layered({"parallel": parallel, "relocation": moves}, given)
 
 
-def _remembers(system: str) -> bool:
-    return bool(jax.tree.leaves(system_named(system).balancer.init((2, 2))))
-
-
 def moved_state(state: nnx.State, permutation: Array) -> nnx.State:
     """Permute the experts of each layer in the state of `(model, optimizer)`."""
-    moved = relocate(state[0], state[1], permutation)
-    whole: nnx.State = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(moved))
+    leaves, structure = jax.tree.flatten(state)
+    axes = [0 if _is_stacked(path) else None for path, _ in jax.tree.leaves_with_path(state)]
+
+    def moved(leaves: list[Array], permutation: Array) -> list[Array]:
+        of_layer: nnx.State = jax.tree.unflatten(structure, leaves)
+        return jax.tree.leaves(relocate(of_layer[0], of_layer[1], permutation))
+
+    whole: nnx.State = jax.tree.unflatten(
+        structure, jax.vmap(moved, in_axes=(axes, 0), out_axes=axes)(leaves, permutation[:, None])
+    )
     return whole
+
+
+def _is_stacked(path: Any) -> bool:
+    """Return whether the leaf at a path, of a model or its optimizer, has all layers in its first dimension."""
+    return any(jax.tree_util.keystr((key,), simple=True) == "stacks" for key in path)
 
 
 def next_homes(state: nnx.State, config: TrainConfig, topology: Topology) -> np.ndarray:
@@ -86,15 +95,18 @@ def next_homes(state: nnx.State, config: TrainConfig, topology: Topology) -> np.
 
 def per_layer(state: nnx.State, name: str) -> np.ndarray:
     """Return a variable of every `MoE` on the host, `[layers, E]`."""
-    blocks: Any = state[0]["blocks"]
-    return np.stack([np.asarray(jax.device_get(blocks[i]["moe"][name].get_value())) for i in sorted(blocks)])
+    stacks: Any = state[0]["stacks"]
+    return np.asarray(jax.device_get(stacks[0][0]["moe"][name].get_value()))
 
 
 def described(step: int, permutation: np.ndarray, state: nnx.State, topology: Topology) -> dict:
     """Return the row of `metrics.jsonl` for a relocation after `step`: moved experts and their new homes."""
     moved = int(moved_experts(permutation, topology).sum())
     row = {"kind": "relocation", "step": step, "experts_moved": moved}
-    row["bytes_moved"] = moved * expert_bytes(state[0], state[1])
+    shapes = jax.tree.map_with_path(
+        lambda path, leaf: jax.ShapeDtypeStruct(leaf.shape[int(_is_stacked(path)) :], leaf.dtype), state
+    )
+    row["bytes_moved"] = moved * expert_bytes(shapes[0], shapes[1])
     return row | {"homes": per_layer(state, "homes").tolist()}
 
 

@@ -9,7 +9,6 @@ from typing import Any
 from jax_moe_lb import Losses, TopK
 from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.checks import shown
-from jax_moe_lb.routing import ForceBalanced
 from models.architectures.config_json import TRAINING_NOISE, Fields, read_fields
 from models.architectures.published import PUBLISHED
 from models.architectures.registry import configured
@@ -25,8 +24,7 @@ SIZES = ("num_layers", "embed_dim", "num_heads", "mlp_dim", "num_experts", "voca
 
 # Keys by section for models without a checkpoint.
 OF_PRESETS = {
-    "model": (*SIZES, "experts_per_token", "force_balanced", "scan_layers"),
-    "parallel": ("fsdp",),
+    "model": (*SIZES, "experts_per_token"),
     "relocation": ("interval",),
 }
 
@@ -65,7 +63,7 @@ def source_of(model: ModelConfig, limits: FileLimits = FileLimits()) -> Source |
     options: dict[str, Any] = {"compute_dtype": model.compute_dtype, "param_dtype": model.param_dtype}
     name, folder = PUBLISHED_NAMES.get(model.checkpoint), Path(model.checkpoint)
     fields = read_fields(folder, limits) if name is None else Fields(json.dumps(PUBLISHED[name]))
-    config = configured(fields, scan_layers=True, predict_further=model.further_weight > 0, **options)
+    config = configured(fields, predict_further=model.further_weight > 0, **options)
     if isinstance(config.router, SparseMixer):
         raise ValueError("model_type is 'phimoe'; expected another one, as its training samples experts (SparseMixer)")
     if model.bias_rate and not config.router.selection_bias:
@@ -74,22 +72,20 @@ def source_of(model: ModelConfig, limits: FileLimits = FileLimits()) -> Source |
     return Source(dataclasses.replace(config, losses=losses), folder if name is None else None, limits)
 
 
-def preset_config(model: ModelConfig, *, fsdp: bool = False) -> DecoderConfig:
+def preset_config(model: ModelConfig) -> DecoderConfig:
     """Return the decoder of a model without a checkpoint, which has the architecture of Mixtral."""
-    router = TopK(model.experts_per_token, selection_bias=model.bias_rate > 0)
     head_dim = model.embed_dim // model.num_heads
-    shared: dict[str, Any] = {key: getattr(model, key) for key in (*SIZES, "compute_dtype", "scan_layers", "remat")}
+    shared: dict[str, Any] = {key: getattr(model, key) for key in (*SIZES, "compute_dtype", "param_dtype")}
     return DecoderConfig(
         **shared,
         num_kv_heads=model.num_heads,
         head_dim=head_dim,
-        router=ForceBalanced(router) if model.force_balanced else router,
+        router=TopK(model.experts_per_token, selection_bias=model.bias_rate > 0),
         norm_eps=1e-6,
         rope=Rope(head_dim),
         attention_scale=head_dim**-0.5,
         source=json.dumps({"model_type": "mixtral"}),
         losses=Losses(switch=model.aux_loss, z=model.z_loss),
-        fsdp=fsdp,
     )
 
 

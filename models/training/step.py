@@ -11,20 +11,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax  # type: ignore[import-untyped]
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
 from jax_moe_lb import Stats, System, Topology, compiler_options, router_loss
-from jax_moe_lb.nn import GradientResidual, keep_residuals, logical_axis_rules
+from jax_moe_lb.nn import GradientResidual, keep_residuals
 from models.config import TrainConfig
-from models.data.marks import num_predicted, predicted, words
+from models.data.marks import num_predicted
 from models.decoder.config import DecoderConfig
 from models.decoder.layers import KEPT, Adapter, expert_rules
 from models.decoder.model import Decoder
-from models.decoder.pipeline import Pipeline
 from models.decoder.stacked import StackedDecoder
 from models.mesh import all_axes, placed_shapes, state_shardings, topology_of
 from models.pretrained.adapters import target_paths
@@ -35,15 +33,6 @@ from models.training.source import preset_config
 
 # Function of model, tokens with marks and their number, see `StackedDecoder.loss`.
 LossOf = Callable[..., tuple[Array, tuple[Array, Stats]]]
-
-
-def next_token_loss(model: Any, tokens: Array, counts: Array | None = None) -> tuple[Array, tuple[Array, Stats]]:
-    """Compute the mean cross-entropy of `tokens[:, 1:]` in nats per token."""
-    plain, counts = words(tokens), num_predicted(tokens) if counts is None else counts
-    logits, stats = model(plain[:, :-1])
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, plain[:, 1:])
-    loss = jnp.where(predicted(tokens)[0], losses, 0).sum() / counts[0]
-    return loss, (loss, stats)
 
 
 def loss_and_gradients(
@@ -116,7 +105,7 @@ class Programs:
     init: Callable[[], nnx.State]  # `() -> state`, for the first step
     # `(state, tokens) -> (state, loss, norm, stats)`, donating the state, with the norm of the gradients; see
     # `loss_and_gradients`. If the system has `max_rounds`, a step with a fault returns the state unchanged. A third
-    # argument of a `StackedDecoder` are given experts, int32 `[layers, B, T, K]`.
+    # argument are given experts, int32 `[layers, B, T, K]`.
     step: Wrapped
     step_again: Wrapped | None  # `step` without the limit on rounds; `None` if `step` has none
     evaluate: Callable[[nnx.State, Array], Array]  # `(state, tokens) -> loss`, without a gradient
@@ -139,7 +128,7 @@ def make_programs(
     system = system.replace(relocates=config.relocation.interval is not None)
     trained = Adapter if config.lora.rank else nnx.Param
 
-    def create(system: System) -> tuple[Decoder | StackedDecoder, nnx.Optimizer]:
+    def create(system: System) -> tuple[StackedDecoder, nnx.Optimizer]:
         model = _model(config, mesh, topology, system, decoder, has_padding)
         return model, nnx.Optimizer(model, make_optimizer(config), wrt=trained)
 
@@ -156,18 +145,13 @@ def make_programs(
         out = (shardings, everywhere, everywhere, everywhere)
         return jax.jit(step, out_shardings=out, donate_argnums=0, compiler_options=options)
 
-    loss_of: LossOf = next_token_loss if decoder is None else StackedDecoder.loss
-
     def evaluate(state: nnx.State, tokens: Array) -> Array:
-        return loss_of(nnx.merge(whole, state)[0], tokens, num_predicted(tokens))[0]
+        model: StackedDecoder = nnx.merge(whole, state)[0]
+        return model.loss(tokens, num_predicted(tokens))[0]
 
-    if config.model.further_weight:
-        step_loss: LossOf = partial(StackedDecoder.loss, further_weight=config.model.further_weight)
-    else:
-        step_loss = loss_of
-    step, step_again = partial(_step, config, mesh, step_loss, graph), None
+    step, step_again = partial(_step, config, mesh, graph), None
     if limited:
-        step, step_again = partial(_step_if_served, step), jitted(partial(_step, config, mesh, step_loss, whole))
+        step, step_again = partial(_step_if_served, step), jitted(partial(_step, config, mesh, whole))
     return Programs(
         state_shapes=placed_shapes(shapes, shardings),
         init=jax.jit(lambda: nnx.state(create(system)), out_shardings=shardings),
@@ -196,34 +180,32 @@ def _model(
     system: System,
     decoder: DecoderConfig | None,
     has_padding: bool,
-) -> Decoder | StackedDecoder:
-    rngs = nnx.Rngs(config.seed)
-    if decoder is None:
-        sizes = preset_config(config.model, fsdp=config.parallel.fsdp)
-        split = tuple((name, "data" if name == "embed" else axes) for name, axes in logical_axis_rules(topology))
-        rules = split if sizes.fsdp else None
-        return Decoder(sizes, mesh=mesh, system=system, topology=topology, rules=rules, rngs=rngs)
-    rules = expert_rules(mesh, decoder.num_experts)
-    whole = Decoder(decoder, mesh=mesh, system=system, topology=topology, rules=rules, rngs=rngs)
+) -> StackedDecoder:
+    rngs, sizes = nnx.Rngs(config.seed), preset_config(config.model) if decoder is None else decoder
+    # Experts of a domain of `migrate` are sharded by its own rules.
+    rules = expert_rules(mesh, sizes.num_experts) if system.migrate is None else None
+    whole = Decoder(sizes, mesh=mesh, system=system, topology=topology, rules=rules, rngs=rngs)
     remat = ",".join(KEPT) if config.model.remat is None else config.model.remat
-    options: dict[str, Any] = {"within_documents": config.data.within_documents, "lora": config.lora, "rngs": rngs}
-    options["has_padding"] = has_padding
-    options["adapted"] = target_paths(decoder, config.lora.targets) if config.lora.rank else None
+    options: dict[str, Any] = {"has_padding": has_padding, "lora": config.lora, "rngs": rngs}
+    options["within_documents"] = decoder is not None and config.data.within_documents
+    options["adapted"] = target_paths(sizes, config.lora.targets) if config.lora.rank else None
     with in_section("parallel"):
-        return StackedDecoder(whole, remat=remat, pipeline=Pipeline.of(config.parallel), **options)
+        pipeline = config.parallel if config.parallel.stages > 1 else None
+        return StackedDecoder(whole, remat=remat, pipeline=pipeline, **options)
 
 
 def _step(
     config: TrainConfig,
     mesh: Mesh,
-    loss_of: LossOf,
     graph: nnx.GraphDef,
     state: nnx.State,
     tokens: Array,
     experts: Array | None = None,
 ) -> tuple[nnx.State, Array, Array, Stats]:
     model, optimizer = nnx.merge(graph, state)
-    counts = num_predicted(tokens, len(model.further) if config.model.further_weight else 0)
+    weight = config.model.further_weight
+    loss_of: LossOf = partial(StackedDecoder.loss, further_weight=weight)
+    counts = num_predicted(tokens, len(model.further) if weight else 0)
     loss, stats, gradients = loss_and_gradients(
         model, optimizer.wrt, loss_of, tokens, counts, config.batch.accumulate, mesh, experts
     )

@@ -25,7 +25,7 @@ from models.architectures.registry import configured, pieces_of
 from models.config import TrainConfig
 from models.data.corpus import Corpus
 from models.data.sources import corpus_from
-from models.data.tokenizers import CheckpointTokenizer, TokenizerFile, encoded, read_tokenizer
+from models.data.tokenizers import TokenizerFile, decoded, encoded, end_tokens, read_tokenizer
 from models.pretrained.quantized import CheckpointWeights
 from models.pretrained.safetensors import TensorFolder
 from models.run_folder.files import damage, write_checksums
@@ -195,9 +195,10 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def read_words(folder: Path) -> tuple[list[int], str, int]:
-    words = CheckpointTokenizer(folder)
-    tokens = words.tokens("ab cab x <s> abc")
-    return tokens, words.text(tokens), TokenizerFile(folder / "tokenizer.json").vocab_size
+    words = read_tokenizer(folder / "tokenizer.json")
+    tokens = encoded(words, "ab cab x <s> abc")
+    end_tokens(folder)
+    return tokens, decoded(words, tokens), TokenizerFile(folder / "tokenizer.json").vocab_size
 
 
 def write_unigram(folder: Path) -> None:

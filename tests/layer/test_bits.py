@@ -31,7 +31,7 @@ def results(system, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     "system", ["exact", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("greedy", "ultraep", "feplb"))]
 )
@@ -48,7 +48,9 @@ def test_a_plan_changes_no_bit_but_of_gradients_of_experts(system, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "share"), [(jnp.float32, 0.2), (jnp.bfloat16, 1e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "share"), [(jnp.float32, 0.2), pytest.param(jnp.bfloat16, 1e-3, marks=pytest.mark.thorough)]
+)
 def test_the_number_of_ranks_changes_outputs_by_rounding(dtype, share):
     """Products of one rank and of several have operands of other sizes, and with it another order of their sums."""
 

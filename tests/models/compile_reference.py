@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 
 from jax_moe_lb.aot import ProgramReport, Target, quiet_stderr
-from models.config import preset
+from models.config import PRESETS
 from models.dry_run.step import dry_run, published_run
 from models.settings import Given
 
@@ -82,7 +82,7 @@ def main() -> int:
     for name, system in SYSTEMS.items():
         if name.startswith("v5e") and not nightly:
             continue
-        config = preset("reference")
+        config = PRESETS["reference"]
         config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, system=system))
         with quiet_stderr():
             report = dry_run(config, Target.parse(name))

@@ -17,7 +17,7 @@ from models import generate, train, upcycle
 from models.architectures.config_json import Fields, read_fields
 from models.architectures.registry import configured
 from models.data.sources import corpus_from, read_streams
-from models.data.tokenizers import Bytes, CheckpointTokenizer, TokenizerFile, encoded, read_tokenizer
+from models.data.tokenizers import Bytes, TokenizerFile, encoded, read_tokenizer
 from models.pretrained.quantized import CheckpointWeights
 from models.pretrained.safetensors import TensorFolder, read_header
 from models.run_folder.files import damage, write_checksums
@@ -113,7 +113,7 @@ def test_a_tokenizer_neither_pads_nor_truncates(tokenizer):
     """Padding to a declared length would take 100 GB."""
     path = tokenizer({"a": 0, "b": 1}, lambda made: (made.enable_padding(length=2**31), made.enable_truncation(1)))
     assert TokenizerFile(path).tokens(b"a b b").tolist() == [0, 1, 1]
-    assert CheckpointTokenizer(path.parent).tokens("b a") == [1, 0]
+    assert encoded(read_tokenizer(path), "b a") == [1, 0]
 
 
 def test_a_vocabulary_is_limited(tokenizer):
@@ -123,8 +123,6 @@ def test_a_vocabulary_is_limited(tokenizer):
         read_tokenizer(path)
     with pytest.raises(LimitError, match=r"tokenizer.json: \d+ bytes; expected at most 10"):
         read_tokenizer(path, FileLimits(text_bytes=10))
-    with pytest.raises(LimitError, match=r"tokenizer.json: \d+ bytes; expected at most 10"):
-        CheckpointTokenizer(path.parent, FileLimits(text_bytes=10))
     with pytest.raises(ValueError, match="its vocabulary is empty; expected at least one token"):
         read_tokenizer(tokenizer({}))
 
@@ -187,7 +185,7 @@ def test_files_of_a_run(run_dir):
         LimitError, match=r"metrics.jsonl': rows of 40 values; expected at most 10\. Pass --file-limits 1 "
     ):
         values.rows("step")
-    with pytest.raises(LimitError, match=r"config.json': a JSON text of \d+ values; expected at most 10"):
+    with pytest.raises(LimitError, match=r"config.json: a JSON text of \d+ values; expected at most 10"):
         values.described()
     with pytest.raises(LimitError, match=r"counts.npz': arrays of 32080 bytes; expected at most 16384"):
         arrays.check_limits()

@@ -132,7 +132,9 @@ def test_shards_of_sequences_stay_on_their_rank(case, kind, x64):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(4, 6), (8, 3), (3, 5)])
+@pytest.mark.parametrize(
+    "shape", [(3, 5), *(pytest.param(shape, marks=pytest.mark.thorough) for shape in ((4, 6), (8, 3)))]
+)
 def test_a_router_finds_the_tokens_of_all_groups(shape, x64):
     """Routing given by a closure, on two groups of two ranks: parts of sequences, whole ones, and padding."""
     num_tokens = shape[0] * shape[1]

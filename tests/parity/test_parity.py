@@ -81,19 +81,19 @@ def compare(reference, mesh, system, **options):
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh", "system", "scan_layers"),
+    ("name", "mesh", "system"),
     [
-        *[(name, "1x8", "exact", True) for name in DISTINCT if name != "gpt_oss"],
+        *[(name, "1x8", "exact") for name in DISTINCT if name != "gpt_oss"],
         # Its `exact` takes 30 CPU seconds.
-        *[(name, "1x1", "plain", True) for name in ("gpt_oss", *OWN_LAYERS)],
-        *[pytest.param(name, "1x8", "exact", True, marks=pytest.mark.thorough) for name in ("gpt_oss", *COMBINED)],
-        *[(name, "2x4", "plain", False) for name in ("mixtral", "deepseek_v3")],
-        *[pytest.param(name, "2x4", "plain", False, marks=pytest.mark.thorough) for name in ("qwen3_moe", "glm4_moe")],
-        pytest.param("gpt_oss", "2x4", "plain", False, marks=pytest.mark.thorough),
+        *[(name, "1x1", "plain") for name in ("gpt_oss", *OWN_LAYERS)],
+        *[pytest.param(name, "1x8", "exact", marks=pytest.mark.thorough) for name in ("gpt_oss", *COMBINED)],
+        *[(name, "2x4", "plain") for name in ("mixtral", "deepseek_v3")],
+        *[pytest.param(name, "2x4", "plain", marks=pytest.mark.thorough) for name in ("qwen3_moe", "glm4_moe")],
+        pytest.param("gpt_oss", "2x4", "plain", marks=pytest.mark.thorough),
     ],
 )
-def test_logits_and_gradients(reference, name, mesh, system, scan_layers):
-    stats = compare(reference(name), mesh, system, scan_layers=scan_layers)
+def test_logits_and_gradients(reference, name, mesh, system):
+    stats = compare(reference(name), mesh, system)
     if system == "exact":
         assert (stats.load_after.max(-1) < stats.load_before.max(-1)).any(), "nothing was balanced"
 
@@ -101,7 +101,7 @@ def test_logits_and_gradients(reference, name, mesh, system, scan_layers):
 @pytest.mark.parametrize("name", [name for name in COMBINED if name not in OWN_LAYERS])
 def test_logits(reference, name):
     """`test_logits_and_gradients` of the nightly run compares the gradients."""
-    compare_logits(reference(name), "1x1", "plain", scan_layers=True)
+    compare_logits(reference(name), "1x1", "plain")
 
 
 OTHERS = [name for name in system_names() if name not in ("plain", "exact")]
@@ -121,13 +121,13 @@ def test_every_system(reference, system, mesh, name, has_turn):
     mesh.
     """
     compared = compare if has_turn and system not in ALIKE else compare_logits
-    compared(reference(name), mesh, system, scan_layers=True)
+    compared(reference(name), mesh, system)
 
 
 @pytest.mark.thorough
 def test_the_other_mesh_of_plain(reference):
     """`test_greedy_generation` covers `exact` on this mesh."""
-    compare_logits(reference("gpt_oss"), "1x8", "plain", scan_layers=True)
+    compare_logits(reference("gpt_oss"), "1x8", "plain")
 
 
 def test_mxfp4_is_read_as_transformers_does(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from jax_moe_lb.layer import systems
 from jax_moe_lb.sim import Cluster, Communication, Links, Migration, ModelShape, Step, simulate, simulate_uniform
-from jax_moe_lb.sim.events import Timeline, Transfer
+from jax_moe_lb.sim.events import Task, Timeline, Transfer
 
 SHARED = Communication(shares_links=True)
 
@@ -18,8 +18,8 @@ def ends(*transfers, starts=None):
     timeline = Timeline(1)
     sent = []
     for at, transfer in enumerate(transfers):
-        after = timeline.add("before", (f"stream {at}",), (starts or [0.0] * len(transfers))[at])
-        sent.append(timeline.add("sent", (), 0.0, (after,), together=True, links=("links",), transfer=transfer))
+        after = timeline.add(Task("before", (f"stream {at}",), (starts or [0.0] * len(transfers))[at]))
+        sent.append(timeline.add(Task("sent", (), 0.0, together=True, transfer=transfer), (after,), ("links",)))
     timeline.solve()
     return [float(task.end[0]) for task in sent]
 

@@ -48,7 +48,7 @@ def data(tmp_path, monkeypatch):
         "--set",
         "data.tokenizer=tokenizer.json",
     ]
-    keys = ("batch.accumulate=2", "optimizer.schedule=wsd", "parallel.fsdp=true", "model.z_loss=1e-3")
+    keys = ("batch.accumulate=2", "optimizer.schedule=wsd", "model.z_loss=1e-3")
     return [*where, *(word for key in keys for word in ("--set", key))]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from models.config import preset
+from models.config import PRESETS
 from models.decoder import attention as scores
 from models.decoder import fused_attention as fused
 from models.decoder.attention import Index, _on_each_device, attend, has_cudnn_kernel
@@ -244,7 +244,7 @@ def test_layers_repeat_with_the_period_of_their_windows():
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_no_array_of_the_reference_has_all_pairs_of_tokens():
-    config = preset("reference")
+    config = PRESETS["reference"]
     mesh = make_mesh(config.parallel)
     programs = make_programs(config, mesh, make_system(dataclasses.replace(config.parallel, system="plain")))
     shape = (config.batch.size, config.batch.sequence_length + 1)

@@ -1,7 +1,6 @@
-"""Scanned layers equal sequential layers, and parameters keep their dtype."""
+"""A loop over stacked layers equals sequential layers, and parameters keep their dtype."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +10,14 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_moe_lb.layer.systems import system_named
-from models.config import ModelConfig, ParallelConfig
-from models.decoder.layers import one_by_one, scanned
-from models.decoder.model import Decoder
+from models.config import ParallelConfig
+from models.decoder.layers import scan_states
+from models.decoder.stacked import stacked
 from models.mesh import batch_sharding, make_mesh
-from models.training.source import preset_config
 from models.training.step import make_programs
 from tests.models.small import CONFIG
 
 PARALLEL = ParallelConfig(data_parallel=2, expert_parallel=2)
-MODEL = ModelConfig(num_layers=2, embed_dim=16, num_heads=2, mlp_dim=8, num_experts=4)
 
 
 class Seen(nnx.Variable):
@@ -60,35 +57,30 @@ def test_a_loop_equals_its_layers():
     sharding = batch_sharding(make_mesh(PARALLEL))
     x = jax.random.normal(jax.random.key(1), (4, 3, 4))
 
-    def outcome(call):
-        layers = nnx.List([Layer(nnx.Rngs(i)) for i in range(3)])
-        return nnx.jit(lambda layers: with_gradients(layers, call, x))(layers)
+    def in_sequence(layers, x):
+        means = []
+        for layer in layers:
+            x, mean = layer(x)
+            means.append(mean)
+        return x, jnp.stack(means)
 
-    assert_close(outcome(partial(scanned, sharding=sharding)), outcome(one_by_one))
+    def looped(stacks, x):
+        graphs, states = zip(*map(nnx.split, stacks), strict=True)
+        x, means, after, _ = scan_states(graphs, states, x, sharding, lambda state: state, "attention", ())
+        nnx.update(stacks[0], after[0])
+        return x, means
 
-
-def test_weights_of_products_are_stacked_narrow():
-    sharding = batch_sharding(make_mesh(PARALLEL))
-    layers = nnx.List([Layer(nnx.Rngs(i)) for i in range(3)])
-    x = jnp.ones((4, 3, 4), jnp.bfloat16)
-    graph, state = nnx.split(layers)
-    program = str(jax.make_jaxpr(lambda s: scanned(nnx.merge(graph, s), x, sharding)[0])(state))
-    assert "bf16[3,4,4]" in program
-    assert "f32[3,4,4]" not in program
-    assert "f32[3,4]" in program
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_a_loop_of_experts_equals_its_blocks():
-    mesh = make_mesh(PARALLEL)
-    tokens = jax.random.randint(jax.random.key(1), (4, 8), 0, 256)
-
-    def outcome(config):
-        model = Decoder(preset_config(config), mesh=mesh, system=system_named("plain"), rngs=nnx.Rngs(0))
-        return nnx.jit(lambda model: with_gradients(model, Decoder.__call__, tokens))(model)
-
-    assert_close(outcome(dataclasses.replace(MODEL, scan_layers=True)), outcome(MODEL))
+    layers = [Layer(nnx.Rngs(i)) for i in range(3)]
+    (got, *got_states), (want, *want_states) = (
+        nnx.jit(lambda given, call=call: with_gradients(given, call, x))(given)
+        for call, given in ((looped, stacked(layers)), (in_sequence, nnx.List(layers)))
+    )
+    assert_close(got, want)
+    for stack, of_layers in zip(got_states, want_states, strict=True):
+        if isinstance(stack, nnx.State):
+            of_layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(of_layers[i] for i in range(3)))
+            stack = stack[0]
+        assert_close(jax.tree.leaves(stack), jax.tree.leaves(of_layers))
 
 
 def test_parameters_and_optimizer_stay_wide():

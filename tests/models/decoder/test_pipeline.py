@@ -16,7 +16,7 @@ from models.architectures.config_json import Fields
 from models.architectures.registry import configured
 from models.config import BatchConfig, ModelConfig, ParallelConfig, TrainConfig
 from models.data.marks import marked, num_predicted
-from models.decoder.pipeline import Pipeline
+from models.decoder.pipeline import check_stages
 from models.decoder.stacked import StackedDecoder
 from models.mesh import make_mesh, make_system, place_batch
 from models.tiny_checkpoint import tiny_config
@@ -112,9 +112,8 @@ def test_it_equals_one_microbatch_after_the_other(model, parallel, tokens):
 
 
 def test_meshes_without_the_stages_are_refused(all_devices):
-    pipeline = Pipeline.of(ParallelConfig(1, 4, stages=2))
     with pytest.raises(ValueError, match=r"mesh has the axes {'data': 2, 'expert': 4}; expected 'stage' of size 2"):
-        pipeline.check(make_mesh(ParallelConfig(2, 4)), 8, 1)
+        check_stages(ParallelConfig(1, 4, stages=2), make_mesh(ParallelConfig(2, 4)), 8, 1)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +128,7 @@ def test_meshes_without_the_stages_are_refused(all_devices):
 def test_layers_that_cannot_be_divided_are_refused(num_layers, period, options, message, all_devices):
     parallel = ParallelConfig(1, 2, stages=4, **options)
     with pytest.raises(ValueError, match=message):
-        Pipeline.of(parallel).check(make_mesh(parallel), num_layers, period)
+        check_stages(parallel, make_mesh(parallel), num_layers, period)
 
 
 @pytest.mark.slow

@@ -18,7 +18,8 @@ from models.decoder.model import Decoder
 from models.decoder.stacked import StackedDecoder
 from models.mesh import make_mesh, place_batch
 from models.tiny_checkpoint import tiny_config
-from models.training.step import loss_and_gradients, make_programs, next_token_loss
+from models.training.step import loss_and_gradients, make_programs
+from tests.models.reference_loss import next_token_loss
 
 TRAIN = TrainConfig(
     parallel=ParallelConfig(2, 4, "exact"), batch=BatchConfig(8), steps=5, optimizer=OptimizerConfig(1e-2)

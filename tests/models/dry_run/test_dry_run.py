@@ -11,7 +11,7 @@ from jax_moe_lb.aot.execution_counts import total
 from jax_moe_lb.aot.flops import products
 from jax_moe_lb.aot.hlo import parse_module
 from models.architectures.published import published_config
-from models.config import BatchConfig, ModelConfig, ParallelConfig, TrainConfig, preset
+from models.config import PRESETS, BatchConfig, ModelConfig, ParallelConfig, TrainConfig
 from models.dry_run import step as module
 from models.dry_run.step import decoder_flops_per_token, published_run
 from models.mesh import make_mesh, make_system
@@ -39,7 +39,7 @@ def test_what_cannot_be_compiled_is_refused_in_one_line(arguments, message, monk
 def test_the_mesh_must_have_all_devices(monkeypatch):
     monkeypatch.setattr(Target, "devices", lambda self: [object()] * 64)
     with pytest.raises(ValueError, match="is 1 x 8; expected a product of 64, the devices of h100:8x8"):
-        module.mesh_of(preset("tiny").parallel, Target.parse("h100:8x8"))
+        module.mesh_of(PRESETS["tiny"].parallel, Target.parse("h100:8x8"))
 
 
 def test_devices_of_a_group_lie_side_by_side(monkeypatch):
@@ -67,10 +67,7 @@ def test_stages_lie_on_different_nodes(monkeypatch):
     ("arguments", "message"),
     [
         ([], "data.tokenizer is None; expected a tokenizer.json for mixtral-8x7b"),
-        (
-            ["--dry-run", "h100:8x8", "--set", "model.force_balanced=true"],
-            "model.force_balanced is True; expected none with",
-        ),
+        (["--dry-run", "h100:8x8", "--set", "model.num_layers=2"], "model.num_layers is 2; expected none with"),
         (["--dry-run", "h100:8x8", "--set", "relocation.interval=9"], "relocation.interval is 9; expected none with"),
         (["--dry-run", "h100:8x8", "--set", "batch.size=9"], "batch.size is 9; expected a multiple of the 64 shards"),
         (["--dry-run", "h100:8x8", "--mesh", "expert=0"], "parallel.expert_parallel is 0; expected at least 1"),

@@ -213,8 +213,8 @@ def test_tensors_that_do_not_fit_are_named(mixtral, tmp_path, change, expected):
         ({"a": ".."}, "outside the folder"),
         ({"a": "none.safetensors"}, "'none.safetensors' is missing"),
         ({"a": "model.safetensors"}, "a is not in 'model.safetensors'"),
-        ({"a": 3}, "is not an index"),
-        ([], "is not an index"),
+        ({"a": 3}, "weight_map is {'a': 3}; expected an object"),
+        ([], "weight_map is []; expected an object"),
     ],
 )
 def test_an_index_that_lies(mixtral, tmp_path, places, expected):

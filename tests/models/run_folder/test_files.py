@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from models.run_folder.checkpoints import keep_quiet, system_errors
-from models.run_folder.files import FolderLock, free_sibling, part, write_whole
+from models.run_folder.files import free_sibling, lock_folder, part, write_whole
 from models.run_folder.metrics import PER_STEP, Recorder, RunFolder
 from models.train import TrainArgs, app
 from models.training.faults import StopRequest
@@ -68,16 +68,16 @@ def test_a_file_that_was_about_to_be_written_is_no_run(tmp_path):
 @pytest.mark.slow
 def test_lock_goes_with_the_process(tmp_path):
     code = (
-        "import sys, time; from pathlib import Path; from models.run_folder.files import FolderLock\n"
-        "lock = FolderLock(Path(sys.argv[1])); print('locked', flush=True); time.sleep(60)"
+        "import sys, time; from pathlib import Path; from models.run_folder.files import lock_folder\n"
+        "lock = lock_folder(Path(sys.argv[1])); print('locked', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "locked\n"
         with pytest.raises(BlockingIOError):
-            FolderLock(tmp_path)
+            lock_folder(tmp_path)
         other.kill()
-    FolderLock(tmp_path).release()
-    FolderLock(tmp_path).release()
+    lock_folder(tmp_path).close()
+    lock_folder(tmp_path).close()
 
 
 def test_a_broken_last_line_is_dropped(tmp_path):

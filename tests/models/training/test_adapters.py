@@ -26,7 +26,7 @@ MATRICES = {(96, 160), (96, 80), (160, 96)}
 def programs_of(rank, parallel):
     """Return the programs of a small Mixtral, and its tokens."""
     fields = json.loads(tiny_config("mixtral")) | WIDTHS | {"num_hidden_layers": NUM_LAYERS}
-    decoder, mesh = configured(Fields(json.dumps(fields)), scan_layers=True), make_mesh(parallel)
+    decoder, mesh = configured(Fields(json.dumps(fields))), make_mesh(parallel)
     config = TrainConfig(
         model=ModelConfig(checkpoint="tiny"),
         parallel=parallel,

@@ -52,11 +52,11 @@ def test_a_checkpoint_fits_any_mesh(trained_run, mesh, all_devices):
         before = parts(checkpoints.restore(8, programs(CONFIG).state_shapes))
     assert not before["mesh"]
     # Parameters, and moments of the optimizer.
-    assert len(before["state"]) >= 60
+    assert len(before["state"]) >= 3 * 13
     jax.tree.map(np.testing.assert_array_equal, parts(state)["state"], before["state"])
     # EPLB has not seen any load.
     assert all(not np.asarray(leaf).any() for name, leaf in parts(state)["mesh"].items() if "load" in name)
-    up = state[0]["blocks"][0]["moe"]["up"].get_value()
+    up = state[0]["stacks"][0][0]["moe"]["up"].get_value()
     assert up.sharding.mesh.shape == {"data": mesh[0], "expert": mesh[1]}
 
 
@@ -111,8 +111,8 @@ def test_a_run_goes_on_with_half_the_ranks_and_eplb(trained_run, command_line, t
 def test_homes_begin_where_a_run_had_none(trained_run):
     made = programs(dataclasses.replace(on(1, 4, "greedy"), relocation=RelocationConfig(2)))
     _, begun, _ = restore_newest(RunFolder(trained_run).checkpoints, made.state_shapes, print, made.init)
-    homes = begun[0]["blocks"][1]["moe"]["homes"].get_value()
-    np.testing.assert_array_equal(homes, np.arange(16))
+    homes = begun[0]["stacks"][0][0]["moe"]["homes"].get_value()
+    np.testing.assert_array_equal(homes, [np.arange(16)] * 2)
 
 
 @pytest.mark.thorough
@@ -123,7 +123,7 @@ def test_experts_that_moved_come_home_for_a_system_that_remembers_loads(tmp_path
     began = made.init()
     before = {name: np.asarray(leaf) for name, leaf in parts(began)["state"].items()}
     moved = made.move(began, np.stack([np.random.default_rng(i).permutation(16) for i in range(2)]))
-    assert (np.asarray(moved[0]["blocks"][0]["moe"]["up"].get_value()) != before["0.blocks.0.moe.up.value"]).any()
+    assert (np.asarray(moved[0]["stacks"][0][0]["moe"]["up"].get_value()) != before["0.stacks.0.0.moe.up.value"]).any()
     with Checkpoints(folder.checkpoints) as checkpoints:
         checkpoints.save(4, moved, CheckpointMetadata(layout_of(moving.parallel), {"steps": 4}))
     folder.config.write_text(json.dumps({"config": dataclasses.asdict(moving)}))
@@ -178,9 +178,3 @@ def test_what_is_refused(tmp_path):
         CheckpointConfig(keep=0)
     with pytest.raises(ValueError, match="keep_every_s is 0; expected at least 1"):
         CheckpointConfig(keep=1, keep_every_s=0)
-    (tmp_path / "4").mkdir()
-    with (
-        pytest.raises(ValueError, match=r"checkpoint of step 4 in .* is of an older version"),
-        Checkpoints(tmp_path) as old,
-    ):
-        old.read_kept(4)

@@ -9,8 +9,9 @@ from flax import nnx
 from jax_moe_lb import ExpertConfig, MoE, TopK, Topology, plain
 from jax_moe_lb.transport import Codec, ExpertDomains, GatherExpertDomain, hybrid_mesh
 from models.data.marks import num_predicted
-from models.training.step import loss_and_gradients, next_token_loss
+from models.training.step import loss_and_gradients
 from tests.layer_cases import make_mesh
+from tests.models.reference_loss import next_token_loss
 
 
 class Model(nnx.Module):

@@ -96,7 +96,7 @@ def test_losses_of_fifty_steps_are_those_of_plain(plain_losses, params, system):
 
 @pytest.mark.thorough
 def test_bfloat16_learns_what_float32_does(plain_losses, params):
-    model = dataclasses.replace(TRAINING.model, compute_dtype="bfloat16", scan_layers=True)
+    model = dataclasses.replace(TRAINING.model, compute_dtype="bfloat16")
     want, (got, _, _) = plain_losses[0], losses("plain", params, dataclasses.replace(TRAINING, model=model))
     assert (got != want).all()
     np.testing.assert_allclose(got, want, rtol=0.02)

@@ -19,8 +19,8 @@ from models.pretrained.loading import from_pretrained
 from models.run_folder.metrics import RunFolder
 from models.tiny_checkpoint import tiny_config, write_tiny
 from models.training.source import source_of
-from models.training.step import next_token_loss
 from tests.models.processes import end, free_port, start
+from tests.models.reference_loss import next_token_loss
 
 TEXT = "the quick brown fox jumps over the lazy dog. "
 SMALL = ["--set", "batch.sequence_length=16", "--set", "optimizer.learning_rate=1e-2", "--system", "plain"]
@@ -173,7 +173,7 @@ def test_routing_biases_move_and_the_trace_is_recorded(tmp_path):
     ("options", "message"),
     [
         (["--set", "model.num_layers=2"], "model.num_layers is 2; expected none with a checkpoint"),
-        (["--set", "parallel.fsdp=true"], "parallel.fsdp is True; expected none with a checkpoint"),
+        (["--set", "relocation.interval=2"], "relocation.interval is 2; expected none with a checkpoint"),
         (["--set", "model.bias_rate=0.1"], "model.bias_rate is 0.1; expected 0, as the model has no routing biases"),
         (["--set", "model.further_weight=0.1"], "predict_further is True; expected False"),
         (["--set", "model.param_dtype=int8"], "model.param_dtype is 'int8'; expected one of float32, bfloat16"),
