@@ -329,11 +329,11 @@ def _merged(
     for part in parts:
         loads[part.group.ranks] = part.load
     if cluster.communication.padded:
-        parts, hops = _padded_replicas(parts, cluster.num_ranks, counts.shape[1])
+        parts, out, back = _padded_replicas(parts, cluster.num_ranks, counts.shape[1])
     weights = on_links([part.weights for part in parts], float(model.expert_bytes))
     gradients = on_links([part.gradients for part in parts], float(model.expert_gradient_bytes))
     if cluster.communication.padded:
-        weights, gradients = map(with_messages, (weights, gradients), hops)
+        weights, gradients = with_messages(weights, out), with_messages(gradients, back)
     return replace(
         shared_work(model, cluster, migration, counts.shape[1], system.dispatch),
         replicate=None if weights.is_empty else weights,
@@ -354,12 +354,12 @@ def _arriving(gradients: np.ndarray, copied_slots: int, model: ModelShape) -> fl
     return max(arriving_bytes(int(sent), int(arriving), copied_slots, model) for sent, arriving in ranks)
 
 
-def _padded_replicas(parts: list[_Part], num_ranks: int, num_experts: int) -> tuple[list[_Part], tuple[float, float]]:
-    """Return groups with padded transfers of replicas, and the latencies of both ways."""
+def _padded_replicas(parts: list[_Part], num_ranks: int, num_experts: int) -> tuple[list[_Part], float, float]:
+    """Return groups with padded transfers of replicas, and the latencies of the way out and of the way back."""
     # A permute is one operation of all groups, as long as the largest pair of any group needs.
     hop = padded_replicas(np.max([part.by_slot for part in parts], 0), num_experts // len(parts[0].group.ranks))
-    hops = tuple(exchange_hops(num_ranks, permutes, 1) for permutes in (hop.permutes_out, hop.permutes_back))
-    return [replace(part, weights=hop.out, gradients=hop.back) for part in parts], hops
+    out, back = (exchange_hops(num_ranks, permutes, 1) for permutes in (hop.permutes_out, hop.permutes_back))
+    return [replace(part, weights=hop.out, gradients=hop.back) for part in parts], out, back
 
 
 def _padded_wave(wave: Wave, parts: list[_Part], at: int, cluster: Cluster) -> Wave:
