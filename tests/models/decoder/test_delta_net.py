@@ -101,7 +101,7 @@ def test_strong_decay_and_equal_keys_stay_finite():
 @pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5_moe_text"])
 def network(request):
     config = decoder_config(request.param, 4)
-    return GatedDeltaNet(config, config.delta, mesh=make_mesh(ParallelConfig(1, 1)), rngs=nnx.Rngs(0))
+    return GatedDeltaNet(config, config.delta, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.slow

@@ -150,8 +150,7 @@ def test_the_list_has_every_key():
     assert "model.embed_dim                an integer          256      `H`, the width of the model" in lines
     # Every key has a meaning.
     assert all(len(re.split(" {2,}", line)) == 4 for line in lines[1:])
-    described = CliRunner().invoke(app, ["--help"]).stdout
-    assert all(key.partition(".")[2] in described for key in keys)
+    assert "--set list" in CliRunner().invoke(app, ["--help"]).stdout
 
 
 @pytest.mark.slow

@@ -161,10 +161,10 @@ def test_checkpoint_holds_no_replica(trained_run):
     """Each expert weight exists once, for the parameter and for each of Adam's moments."""
     _, state = last_state(trained_run)
     model = CONFIG.model
-    experts = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim == 3]
-    assert len(experts) == 3 * 3 * model.num_layers
-    assert {leaf.shape for leaf in experts} == {(model.num_experts, model.embed_dim, model.mlp_dim)}
-    assert all(leaf.sharding.spec[0] == "expert" for leaf in experts)
+    experts = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim == 4]
+    assert len(experts) == 3 * 3
+    assert {leaf.shape for leaf in experts} == {(model.num_layers, model.num_experts, model.embed_dim, model.mlp_dim)}
+    assert all(leaf.sharding.spec[1] == "expert" for leaf in experts)
 
 
 def test_resume_refuses_what_would_not_continue(trained_run):

@@ -212,7 +212,7 @@ def test_a_run_is_not_written_into_its_checkpoint(checkpoint):
     ("options", "message"),
     [
         (["--set", "lora.rank=4"], "lora.rank is 4; expected 0 without model.checkpoint"),
-        (["--set", "model.param_dtype=bfloat16"], "model.param_dtype is 'bfloat16'; expected 'float32' without a"),
+        (["--set", "model.further_weight=0.3"], "model.further_weight is 0.3; expected 0.0 without a checkpoint"),
     ],
 )
 def test_presets_have_no_options_of_checkpoints(options, message):
