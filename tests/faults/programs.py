@@ -91,7 +91,7 @@ def run(name: str, folder: Path, output: Path) -> int:
 def main() -> None:
     for name in ("make_programs", "_traced", "_compiled", "_commit"):
         make_once(models.training.loop, name)
-    for name in ("loss", "imbalance", "speed", "counts", "served", "load"):
+    for name in ("loss", "imbalance", "speed", "served", "load"):
         make_once(models.run_folder.report, f"{name}_png")
     machine_profile.warnings = lambda found: []
     answers = os.fdopen(os.dup(1), "w")

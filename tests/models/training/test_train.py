@@ -164,7 +164,7 @@ def test_checkpoint_holds_no_replica(trained_run):
     experts = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim == 4]
     assert len(experts) == 3 * 3
     assert {leaf.shape for leaf in experts} == {(model.num_layers, model.num_experts, model.embed_dim, model.mlp_dim)}
-    assert all(leaf.sharding.spec[1] == "expert" for leaf in experts)
+    assert all(leaf.sharding.spec[1] == ("expert", "data") for leaf in experts)
 
 
 def test_resume_refuses_what_would_not_continue(trained_run):
