@@ -17,6 +17,7 @@ from benchmarks.gpu.findings import Check, Finding, Scale
 from benchmarks.gpu.kit import compile_all
 from benchmarks.gpu.tiles import DENSE, MODELS, OPERANDS, TABLE, TINY, Model, group_sizes, loads, model_programs
 from benchmarks.render.results import Table, Value
+from jax_moe_lb.kernels.operands import RowGroups
 
 METRICS = {
     "gpu__time_duration.sum": "us",
@@ -51,7 +52,7 @@ def run_products(model: Model) -> list[str]:
         sizes = jnp.asarray(group_sizes(loads(model)[0], case.product.all_groups, model.slots))
         for (of, kernel), program in compiled.items():
             if of == case and kernel != OPERANDS and not isinstance(program, Exception):
-                jax.block_until_ready(program(left, right, sizes))
+                jax.block_until_ready(program(left, right, RowGroups(sizes)))
                 called.append(f"{case}, {kernel}")
     return called
 

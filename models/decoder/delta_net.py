@@ -157,7 +157,7 @@ class GatedDeltaNet(nnx.Module):
     def _convolved(self, whole: Array, segments: Array) -> Array:
         """Apply the filter of each channel to the tokens of its segment up to each token, float32."""
         size, length, total = self.sizes.kernel_size, segments.shape[1], jnp.float32(0)
-        earlier = jnp.pad(segments, ((0, 0), (size - 1, 0)), mode="edge")
+        earlier, whole = jnp.pad(segments, ((0, 0), (size - 1, 0)), mode="edge"), whole.astype(jnp.float32)
         for at, weight in enumerate(self.conv[...].astype(jnp.float32)):
             is_inside = earlier[:, at : at + length] == segments
             total += jnp.where(is_inside[..., None], whole[:, at : at + length], 0) * weight[None, None]
