@@ -49,7 +49,7 @@ def no_history(num_experts: int) -> History:
 
 
 def mean(history: History, every: int) -> Int[AnyArray, "E"]:
-    """Return the tokens per expert per step, `[E]` int32, rounded down; call it after `every` steps."""
+    """Return the mean tokens of the experts in a step, `[E]` int32, rounded down; call it after `every` steps."""
     return history.whole + history.rest // every
 
 

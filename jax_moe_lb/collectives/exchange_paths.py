@@ -56,13 +56,13 @@ class PathChoice:
 
     def fastest(self, forms: Sequence[tuple[int, int]]) -> int:
         """Return the index of the form of an exchange estimated to be fastest."""
-        # The device kernel requires operands copied into symmetric memory, and this copy can arrange them.
         if self.path is ExchangePath.STEPS:
-            # The first form with all arrays in one exchange. One slice per rank would be padded to a part of a larger
-            # operand.
+            # Forms begin with one exchange per array; the next one has all arrays in one exchange, and so the latencies
+            # once. Later forms have larger operands, of which a step sends a fixed part.
             return min(1, len(forms) - 1)
         if not self.costs_per_update:
             return 0
+        # The device kernel requires operands copied into symmetric memory, and this copy can arrange them.
         if self.path is ExchangePath.DEVICE_KERNEL:
             return min(range(len(forms)), key=lambda i: forms[i][::-1])
         update_s = _update_s()

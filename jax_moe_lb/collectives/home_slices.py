@@ -29,7 +29,7 @@ class HomeSlices(NamedTuple):
 
     @classmethod
     def by_slot(cls, place: PerReplica, owner: PerReplica, order: Int[Array, "P"], me: Int[Array, ""]) -> "HomeSlices":
-        """Derive the lists with one slice per slot per rank; arguments as for `by_rank`, rows in `order`."""
+        """Derive the lists with one slice for every slot of a rank; arguments as for `by_rank`, rows in `order`."""
         goes, _, landed = _landings(place, owner)
         first_sent, first_landed = (jnp.broadcast_to(one, place.shape).reshape(-1) for one in (order, landed[me]))
         arriving = goes[:, :, me]

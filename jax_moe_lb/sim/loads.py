@@ -154,7 +154,7 @@ def _fitted(
     rng: np.random.Generator,
     path: Float[np.ndarray, "steps E"],
 ) -> Float[np.ndarray, "steps E"]:
-    """Return the probability per expert per token, at the power with the given imbalance in the last step."""
+    """Return the probability of every expert by step, at the power with the given imbalance in the last step."""
     most = 1.0
 
     def chances(power: float, drifted: Float[np.ndarray, "*D E"]) -> Float[np.ndarray, "*D E"]:

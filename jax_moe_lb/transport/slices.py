@@ -1,4 +1,4 @@
-"""Lists of an exchange of token copies: one slice per slot per rank, or one slice per rank.
+"""Lists of an exchange of token copies: one slice for every slot of a rank, or one slice per rank.
 
 Both forms return rows sorted by slot, then by source, and write outputs back in the sending order.
 """
@@ -20,7 +20,7 @@ PerRank = Int[Array, "R"]
 
 @pytree
 class SlotSlices:
-    """Lists with one slice per slot per rank: rows land sorted by slot."""
+    """Lists with one slice for every slot of a rank: rows land sorted by slot."""
 
     # A receiver's stream is sorted by slot, then by source.
 

@@ -434,7 +434,7 @@ def _window(i: Int[Array, ""], k: Int[Array, ""], step: Int[Array, ""], capacity
 
 
 def _rows_per_step(rail_rows: RailRows, capacity: int, rounds: Int[Array, ""], topology: Topology) -> Int[Array, ""]:
-    """Return the rows per stream per step: the first halving of `A` that fits the buffers of all rail ranks."""
+    """Return the rows of a stream in a step: the first halving of `A` that fits the buffers of all rail ranks."""
 
     def most_held(step: Array) -> Array:
         steps = (capacity + step - 1) // step

@@ -79,8 +79,19 @@ SEND_RECEIVE = replace(GPUS, ranks_per_process=4)
         (APART, 16, 88_080_384, 16, 14, 2),
         (APART, 16, 88_080_384, 16, None, 1),
         (GPUS, 8, 9_437_184, 16, 14, 0),
+        # Between processes on CPUs an array has latencies of its own, and steps are parts of the operand.
+        (replace(SEND_RECEIVE, platform="cpu"), 16, 9_437_184, 8, 14, 1),
     ],
-    ids=["Qwen3", "DeepSeek-V3", "by rank", "many home experts", "device kernel", "large domain", "one process"],
+    ids=[
+        "Qwen3",
+        "DeepSeek-V3",
+        "by rank",
+        "many home experts",
+        "device kernel",
+        "large domain",
+        "one process",
+        "CPUs",
+    ],
 )
 def test_copies_are_weighed_against_updates(topology, ranks, expert_bytes, num_home, room, form, monkeypatch):
     """One exchange per array, one for all arrays, or one slice per rank."""
