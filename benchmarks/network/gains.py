@@ -1,4 +1,4 @@
-"""Gain of `exact` over `plain` by the imbalance of the ranks and the rate of the links, and its break-even."""
+"""Gain over `plain` by the imbalance of the ranks and the rate of the links, and its break-even."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,7 @@ from benchmarks.network.training_rounds import GAIN_RATES, GAIN_ROUTINGS
 from benchmarks.render.results import Table, Value, spread
 
 GAINS = {
+    "system": "",
     "over": "",
     "Mbit/s": ".0f",
     "imbalance": ".2f",
@@ -21,7 +22,7 @@ GAINS = {
 
 
 def gain_rows(predicted: Table, times: Mapping[Any, np.ndarray]) -> list[list[Value]]:
-    """Return predicted and measured gains over `plain`; speeds of a pass are ratios to `plain` of the same pass.
+    """Return predicted and measured gains of `exact` over `plain`; measured ratios are inside a pass.
 
     Args:
         predicted: predictions of a round, with the shares of exchanges.
@@ -35,15 +36,15 @@ def gain_rows(predicted: Table, times: Mapping[Any, np.ndarray]) -> list[list[Va
         plain, exact = (expected[key] for key in keys)
         ratio = plain["predicted ms"] / exact["predicted ms"]
         gain = spread(times[keys[0]] / times[keys[1]])
-        rows.append(["plain", rate / 1e6, imbalance, plain["exchanges %"], ratio, gain])
+        rows.append(["exact", "plain", rate / 1e6, imbalance, plain["exchanges %"], ratio, gain])
     return rows
 
 
 def break_even(table: Table) -> Table:
-    """Return the imbalance of equal speed for each baseline and rate, linear between the points of `GAINS`."""
-    of_links: dict[tuple[Value, Value], list[Any]] = defaultdict(list)
-    for baseline, rate, *row in table.rows:
-        of_links[baseline, rate].append(row)
+    """Return the imbalance of equal speed for each pair of systems and rate, linear between the points of `GAINS`."""
+    of_links: dict[tuple[Value, ...], list[Any]] = defaultdict(list)
+    for system, baseline, rate, *row in table.rows:
+        of_links[system, baseline, rate].append(row)
     rows: list[list[Value]] = []
     for link, of in of_links.items():
         levels, _, predicted, measured = zip(*of, strict=True)
@@ -51,8 +52,8 @@ def break_even(table: Table) -> Table:
         even = [crossing(levels, [gain[number] for gain in measured]) for number in (0, 2, 1)]
         known = [level for level in even if level is not None]
         rows.append([*link, crossing(levels, predicted), known if len(known) == len(even) else None])
-    columns = {"over": "", "Mbit/s": ".0f", "break-even, predicted": ".2f", "break-even, measured": ".2f"}
-    return Table(columns, rows)
+    columns = {name: GAINS[name] for name in ("system", "over", "Mbit/s")}
+    return Table({**columns, "break-even, predicted": ".2f", "break-even, measured": ".2f"}, rows)
 
 
 def crossing(levels: Sequence[float], gains: Sequence[float]) -> float | None:

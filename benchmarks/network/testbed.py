@@ -60,13 +60,18 @@ WARM_STEPS = 1
 
 @dataclass(frozen=True)
 class Case:
-    """A program of the testbed."""
+    """A program of the testbed.
+
+    With `has_rates` the system weighs plans in seconds. `gathered` has the members of an expert domain along each mesh
+    axis, whose experts travel in place of tokens.
+    """
 
     system: System | None
     capacity_factor: float | None = None
     aux_loss: float = 0.0
     bias_rate: float = 0.0
-    gathers: bool = False
+    gathered: tuple[int, ...] = ()
+    has_rates: bool = False
 
 
 SYSTEMS: dict[str, System] = {
@@ -84,15 +89,15 @@ DOMAIN_CASES = {
     "exact": Case(exact()),
     "feplb": Case(feplb()),
     "two_tier": Case(two_tier()),
-    "hybridep": Case(plain(), gathers=True),
+    "hybridep": Case(plain(), gathered=(2, 1)),
 }
-"""Programs on two domains: replicas stay inside a domain."""
+"""Programs on two domains: replicas stay inside a domain; `hybridep` gathers the experts of a rank of each domain."""
 
 DOMAIN_AXES = ("node", "expert")
 """Mesh axes of the ranks of two domains."""
 
-GATHERED = (2, 1)
-"""Members of an expert domain along each of these axes: one rank of each domain."""
+RATES = {"bytes_per_s": (185e6,), "flops_per_s": 73e9}
+"""Rates of a rank at 2 Gbit/s, as a user of `jax-moe-lb calibrate` passes them."""
 
 
 def domain_mesh() -> Mesh:
@@ -103,11 +108,12 @@ def domain_mesh() -> Mesh:
 
 def layout(case: Case, mesh: Mesh) -> tuple[Mesh, Topology, System]:
     """Return the mesh and topology of the expert layers, and the system."""
-    topology = Topology.from_mesh(mesh, tuple(axis for axis in DOMAIN_AXES if axis in mesh.axis_names))
+    axes = tuple(axis for axis in DOMAIN_AXES if axis in mesh.axis_names)
+    topology = Topology.from_mesh(mesh, axes, **(RATES if case.has_rates else {}))
     system = sending_copies(plain() if case.system is None else case.system)
-    if not case.gathers:
+    if not case.gathered:
         return mesh, topology, system
-    mesh = hybrid_mesh(mesh, dict(zip(DOMAIN_AXES, GATHERED, strict=True)))
+    mesh = hybrid_mesh(mesh, dict(zip(axes, case.gathered, strict=True)))
     domains = ExpertDomains.from_mesh(mesh, topology)
     return mesh, domains.between, system.replace(migrate=GatherExpertDomain(domains))
 

@@ -30,7 +30,6 @@ from benchmarks.network import sandbox
 from benchmarks.network.testbed import (
     CONFIG,
     CORES,
-    GATHERED,
     KEEP_MEMORY,
     NUM_RANKS,
     WARM_STEPS,
@@ -277,8 +276,8 @@ def replayed_step(case: Case, counts: np.ndarray, calibration: dict[str, Any]) -
     cluster = replace(cluster_of(calibration), levels=(*inner[::-1], level))
     # The step without experts is measured at the tokens of `MODEL`.
     model = replace(MODEL, tokens=tokens, other_s=calibration["rest_s"] * tokens / MODEL.tokens)
-    migration = Migration(GATHERED) if case.gathers else Migration()
-    return mean_report(list(replay(without_rates(case.system), model, cluster, counts, migration=migration)))
+    system = case.system if case.has_rates else without_rates(case.system)
+    return mean_report(list(replay(system, model, cluster, counts, migration=Migration(case.gathered))))
 
 
 EXCHANGES = ("counts", "dispatch", "combine", "weights", "gradients")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.network.testbed import CONFIG, NUM_RANKS, SYSTEMS, Case
-from jax_moe_lb import Buffers, plain
+from jax_moe_lb import Buffers, exact, plain
 from jax_moe_lb.routing.more_routers import capacity
 from models.config import BatchConfig, TrainConfig
 from models.data.corpus import Corpus
@@ -59,15 +59,26 @@ BASE = f"plain{AUX}"
 ROOMY = f"plain, headroom 1.5{AUX}"
 """`BASE` with buffers that take its loads in one round, in more memory."""
 
-WHOLE = BASE, ROOMY, f"exact{AUX}"
-"""Runs that are timed whole."""
+EXACT, RATED, GATHERED = f"exact{AUX}", f"exact, headroom 1.25, rates{AUX}", f"hybridep(4){AUX}"
+"""Runs that are compared with `BASE` and `ROOMY`: the default, with plans in seconds, and with all experts gathered."""
 
-TRAINED = (f"ultraep{AUX}", "plain", "exact", "ultraep", "plain + bias", f"capacity 1.25{AUX}")
+WHOLE = BASE, ROOMY, EXACT, RATED, GATHERED
+"""Runs that are timed whole, and on all workloads."""
+
+WITH_BIAS = ("plain + bias", "exact + bias", "ultraep + bias")
+TRAINED = (f"ultraep{AUX}", "plain", "exact", "ultraep", *WITH_BIAS, f"capacity 1.25{AUX}")
 TIMED = (*WHOLE, *TRAINED)
 """Runs on the usual workload whose steps are timed."""
 
-CASES = RUNS | {ROOMY: Case(plain().replace(buffers=Buffers(headroom=1.5)), aux_loss=TUNED)}
-"""All programs. `ROOMY` trains as `BASE`."""
+CASES = RUNS | {
+    ROOMY: Case(plain().replace(buffers=Buffers(headroom=1.5)), aux_loss=TUNED),
+    RATED: Case(exact().replace(buffers=Buffers(headroom=1.25)), aux_loss=TUNED, has_rates=True),
+    GATHERED: Case(plain(), aux_loss=TUNED, gathered=(NUM_RANKS,)),
+}
+"""All programs."""
+
+CURVES = {ROOMY: BASE, RATED: EXACT, GATHERED: BASE}
+"""Runs with the losses and counts of another one, up to rounding."""
 
 USUAL, ROLLOUT = "usual", "replayed rollout"
 TEXT, FREE = "another text", "another text, loss ended"
@@ -176,9 +187,8 @@ class Key(NamedTuple):
     seed: int = 0
 
     def path(self, folder: Path) -> Path:
-        """Return the file of the curve; the headroom of buffers does not change it."""
-        run = BASE if self.run == ROOMY else self.run
-        return folder / f"{self.workload}, {run}, {self.seed}.npz"
+        """Return the file of the curve."""
+        return folder / f"{self.workload}, {CURVES.get(self.run, self.run)}, {self.seed}.npz"
 
 
 def save_curve(curve: Curve, path: Path) -> None:

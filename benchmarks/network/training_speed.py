@@ -1,12 +1,12 @@
-"""Speed of runs of `training curves` on four ranks with CPU quotas and shaped links, and two whole runs.
+"""Speed of runs of `training curves` on four ranks with CPU quotas and shaped links, and whole runs.
 
     python -m benchmarks.training curves train             # counts of every step
     python -m benchmarks.network training_speed predict    # gains of workloads; commit them
-    python -m benchmarks.network training_speed measure    # seconds of ten steps of each run, and of two whole runs
+    python -m benchmarks.network training_speed measure    # seconds of steps of each run, and of whole runs
     python -m benchmarks.network training_speed table      # all tables
 
 A step of a run replays the counts of a step of its curve, times the ratio of the batches, so any step can be timed
-without those before it. The two whole runs train with their own routing. Run it as root, or with user namespaces and
+without those before it. The whole runs train with their own routing. Run it as root, or with user namespaces and
 writable control groups (see `testbed.py`).
 """
 
@@ -50,8 +50,11 @@ from benchmarks.network.training_runs import (
     AUX,
     BASE,
     CASES,
+    EXACT,
     FREE,
+    GATHERED,
     QUARTER,
+    RATED,
     ROLLOUT,
     ROOMY,
     TEXT,
@@ -90,6 +93,9 @@ BLOCK = 10
 Point = tuple[str, str]
 """Workload and run."""
 
+COMPARED = tuple(name.removesuffix(AUX) for name in (EXACT, RATED, GATHERED))
+"""Systems whose gains over `plain` are shown on all workloads."""
+
 
 # ---- tables ----------------------------------------------------------------------
 
@@ -113,11 +119,13 @@ SPEEDS = {
 def speeds(
     seconds: Mapping[str, np.ndarray],
     curves: Mapping[str, Curve],
+    after: Mapping[str, float],
     memory: Mapping[str, int],
     profiles: Mapping[str, Mapping[str, float]],
 ) -> Table:
     """Return speed, loss and balance of each run from the seconds `[passes, steps]` of its timed steps.
 
+    `after` is the imbalance after balancing in these steps.
     Equal time is the longest time in which no run takes all its steps. Ratios of speeds are inside a pass.
     """
     at = {name: elapsed_s(of, len(curves[name].loss)) for name, of in seconds.items()}
@@ -128,7 +136,7 @@ def speeds(
         speed = [spread(seconds[other].mean(1) / of.mean(1)) for other in (BASE, "plain")]
         speed.append(spread(CONFIG.tokens_per_step / of.mean(1)))
         loss = last_mean(curve.loss), steps, last_mean(curve.loss[:steps])
-        balance = dropped_percent(curve), float(curve.before.mean()), float(curve.after.mean())
+        balance = dropped_percent(curve), float(curve.before.mean()), after[name]
         rows.append([name, *speed, *loss, *balance, memory[program_of(name)] / 1e6, *shares(profiles[name])])
     (first,) = (row[5] for row in rows if row[0] == BASE)
     note = f"Losses are means of the last {WINDOW} steps. Equal time is that of {first} steps of {BASE}."
@@ -149,21 +157,24 @@ def shares(profile: Mapping[str, float]) -> list[float]:
 
 
 def workloads(seconds: Mapping[Point, np.ndarray], predicted: Table) -> Table:
-    """Return predicted and measured gains of `exact` on each workload, with the tuned loss."""
+    """Return predicted and measured gains of each system on each workload, with the tuned loss."""
     rows: list[list[Value]] = []
-    for workload, *of in predicted.rows:
-        *others, exact = (seconds.get((str(workload), name)) for name in WHOLE)
-        gains = [None if of is None or exact is None else spread(of.mean(1) / exact.mean(1)) for of in others]
-        rows.append([workload, *of, *gains])
+    for workload, system, *of in predicted.rows:
+        names = f"{system}{AUX}", BASE, ROOMY
+        own, *others = (seconds.get((str(workload), name)) for name in names)
+        gains = [None if of is None or own is None else spread(of.mean(1) / own.mean(1)) for of in others]
+        rows.append([workload, system, *of, *gains])
     columns = {f"over {name}, measured": ".2f" for name in ("plain", "headroom 1.5")}
     return Table({**predicted.columns, **columns}, rows)
 
 
 def over_headroom(on_workloads: Table) -> list[list[Value]]:
-    """Return the rows of given imbalances as gains over `plain` with more headroom."""
-    name = ROOMY.removesuffix(AUX)
-    found = {GAIN_ROUTINGS[str(row[0])]: row for row in on_workloads.rows if row[0] in GAIN_ROUTINGS}
-    return [[name, RATE / 1e6, level, row[2], row[4], row[-1]] for level, row in found.items()]
+    """Return the rows of given imbalances as gains over `plain` with more headroom, system by system."""
+    roomy, found = ROOMY.removesuffix(AUX), list[list[Value]]()
+    for routing, system, _, share, _, predicted, _, measured in on_workloads.rows:
+        if routing in GAIN_ROUTINGS:
+            found.append([system, roomy, RATE / 1e6, GAIN_ROUTINGS[str(routing)], share, predicted, measured])
+    return sorted(found, key=lambda row: COMPARED.index(str(row[0])))
 
 
 def whole_runs(blocks: Mapping[str, Mapping[str, list[float]]]) -> Table:
@@ -196,6 +207,7 @@ WHOLE_COLUMNS = {
 
 PREDICTED = {
     "workload": "",
+    "system": "",
     "imbalance": ".2f",
     "exchanges %": ".0f",
     "over plain, predicted": ".2f",
@@ -204,13 +216,14 @@ PREDICTED = {
 
 
 def predictions(folder: Path, calibration: Mapping[str, Any]) -> Table:
-    """Return the predicted gain of `exact` on each workload."""
+    """Return the predicted gain of each system on each workload."""
     rows: list[list[Value]] = []
     for workload in (USUAL, *TIMED_WORKLOADS, TWICE, *GAIN_ROUTINGS):
         counts = counts_on(workload, folder)
-        plain, roomy, exact = (replayed_step(CASES[name], counts, dict(calibration)) for name in WHOLE)
-        level, gains = float(imbalance(counts).mean()), [of.step_s / exact.step_s for of in (plain, roomy)]
-        rows.append([workload, level, exchange_share(plain), *gains])
+        plain, roomy, *others = (replayed_step(CASES[name], counts, dict(calibration)) for name in WHOLE)
+        level, share = float(imbalance(counts).mean()), exchange_share(plain)
+        for system, of in zip(COMPARED, others, strict=True):
+            rows.append([workload, system, level, share, plain.step_s / of.step_s, roomy.step_s / of.step_s])
     return Table(PREDICTED, rows)
 
 
@@ -251,7 +264,7 @@ def records_of(folder: Path) -> tuple[np.ndarray, Records]:
 
 def program_of(name: str) -> str:
     """Return the run with the program; a router with bias routes as its counts say."""
-    return "plain" if name == "plain + bias" else name
+    return name.removesuffix(" + bias")
 
 
 def measure(bed: Testbed, given: argparse.Namespace) -> None:
@@ -339,6 +352,15 @@ def seconds_of(ranks: Sequence[Mapping[str, Any]]) -> dict[Point, np.ndarray]:
     return {point: np.array(times) for point, times in found.items()}
 
 
+def after_of(rank: Mapping[str, Any]) -> dict[str, float]:
+    """Return the imbalance after balancing in the timed steps of each run on the usual workload."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for one in rank["points"]:
+        if one["workload"] == USUAL:
+            found[one["run"]] += one["after"]
+    return {name: float(np.mean(of)) for name, of in found.items()}
+
+
 def tables(folder: Path, curves: Path) -> dict[str, Table]:
     """Return all tables."""
     ranks = of_ranks(folder)
@@ -353,7 +375,7 @@ def tables(folder: Path, curves: Path) -> dict[str, Table]:
     of_curves = {name: load_curve(Key(name).path(curves)) for name in TIMED}
     of_texts = [row for row in on_workloads.rows if row[0] not in GAIN_ROUTINGS]
     return {
-        "speeds": speeds(of_runs, of_curves, first["memory"], first["stages"]),
+        "speeds": speeds(of_runs, of_curves, after_of(first), first["memory"], first["stages"]),
         "whole": whole_runs(blocks),
         "workloads": dataclasses.replace(on_workloads, rows=of_texts),
         "gains": gains,

@@ -22,8 +22,8 @@ BARS = {
 TEXT = {"light": "#1f2328", "dark": "#e6edf3"}
 """Color of texts and axes of the pictures of the README, by theme."""
 
-GAIN_COLORS = ("#d9622b", "#2a9dbf", "#8f6fc4", "#5aa469")
-"""Colors of the baselines in the picture of gains."""
+GAIN_COLORS = ("#d9622b", "#2a9dbf", "#8f6fc4", "#5aa469", "#c2a131", "#9da7b3")
+"""Colors of the pairs of systems and rates in the picture of gains."""
 
 COMPARED = {
     "plain, worst-case buffer": ("plain, worst-case buffer", "#d9622b"),
@@ -152,10 +152,10 @@ def one_rank(table: Table, text: str) -> Figure:
 
 
 def gains(table: Table, text: str) -> Figure:
-    """Plot the gain of `exact` against the imbalance over each baseline: measured with its range, and predicted."""
+    """Plot the gain against the imbalance, for each pair of systems: measured with its range, and predicted."""
     of_links: dict[str, list[Sequence[Value]]] = {}
-    for baseline, rate, *row in table.rows:
-        of_links.setdefault(f"over {baseline}, {middle(rate)[0] / 1000:g} Gbit/s", []).append(row)
+    for system, baseline, rate, *row in table.rows:
+        of_links.setdefault(f"{system} over {baseline}, {middle(rate)[0] / 1000:g} Gbit/s", []).append(row)
     with _theme(text):
         figure = Figure(figsize=(8, 3.2), layout="constrained")
         figure.patch.set_alpha(0)
@@ -168,7 +168,7 @@ def gains(table: Table, text: str) -> Figure:
             axes.plot(levels, predicted, "--", lw=1, color=color)
         axes.axhline(1, color="#9da7b3", lw=1)
         axes.set_xlabel("imbalance (max / mean load of the ranks)")
-        axes.set_ylabel("tokens/s of exact, relative")
+        axes.set_ylabel("tokens/s, relative")
         axes.legend(frameon=False, title="dashed: predicted")
         _plain(axes)
         return figure

@@ -26,7 +26,7 @@ from benchmarks.network.training_runs import (
     timed_counts,
     with_dropped,
 )
-from benchmarks.network.training_speed import BLOCK, elapsed_s, over_headroom, speeds, whole_runs, workloads
+from benchmarks.network.training_speed import BLOCK, COMPARED, elapsed_s, over_headroom, speeds, whole_runs, workloads
 from benchmarks.render.results import Table, Value
 from benchmarks.training.curves import balances, losses
 from jax_moe_lb.routing.more_routers import within_capacity
@@ -73,7 +73,8 @@ def test_speeds_are_ratios_inside_a_pass_and_a_faster_run_has_more_steps_in_the_
     loss = 1000.0 - np.arange(100)
     profile = {"experts": 3.0, "rows: exchange": 1.0}
     curves, memory = dict.fromkeys(seconds, curve(loss, 4096)), dict.fromkeys(seconds, 2_000_000)
-    rows = speeds(seconds, curves, memory, dict.fromkeys(seconds, profile)).rows
+    after = dict.fromkeys(seconds, 1.25)
+    rows = speeds(seconds, curves, after, memory, dict.fromkeys(seconds, profile)).rows
     assert rows[2][:3] == ["exact", [1.75, 1.5, 2.0], [3.0, 2.0, 4.0]]
     # In the 250 s of `exact`, `BASE` takes 50 steps of 2 s and 25 of 6 s.
     assert [row[5] for row in rows] == [75, 56, 100]
@@ -95,10 +96,12 @@ def test_whole_runs_have_all_their_steps_and_the_range_of_their_blocks():
 
 
 def test_a_workload_without_a_measurement_has_its_prediction_alone():
-    predicted = Table({"workload": "", "over plain, predicted": ".2f"}, [[TEXT, 1.5], [USUAL, 1.1]])
-    seconds = {(TEXT, name): np.full((1, 2), time) for name, time in zip(WHOLE, (3.0, 2.5, 2.0), strict=True)}
-    rows = workloads(seconds, predicted).rows
-    assert rows == [[TEXT, 1.5, [1.5] * 3, [1.25] * 3], [USUAL, 1.1, None, None]]
+    points = [(TEXT, COMPARED[0]), (TEXT, COMPARED[2]), (USUAL, COMPARED[0])]
+    predicted = Table({"workload": "", "system": "", "over plain, predicted": ".2f"}, [[*key, 1.5] for key in points])
+    times = dict(zip(WHOLE, (3.0, 2.5, 2.0, 1.5, 1.0), strict=True))
+    found = workloads({(TEXT, name): np.full((1, 2), time) for name, time in times.items()}, predicted).rows
+    gains = [[1.5] * 3, [1.25] * 3], [[3.0] * 3, [2.5] * 3], [None, None]
+    assert found == [[*key, 1.5, *of] for key, of in zip(points, gains, strict=True)]
 
 
 @pytest.mark.parametrize("routing", GAIN_ROUTINGS)
@@ -117,20 +120,21 @@ def test_gains_are_ratios_inside_a_pass_beside_their_predictions():
     times = {point: np.array([20.0, 30.0]) if point[2] == "plain" else np.array([10.0, 30.0]) for point in points}
     found = Table(GAINS, gain_rows(Table(dict.fromkeys(columns, ""), rows), times))
     assert len(found.rows) == len(points) / 2
-    assert found.rows[4] == ["plain", 1000.0, 2.0, 40.0, 14 / 12, [1.5, 1.0, 2.0]]
-    assert break_even(found).rows[0] == ["plain", 1000.0, 1.25, [1.0, 1.0, 1.0]]
+    assert found.rows[4] == ["exact", "plain", 1000.0, 2.0, 40.0, 14 / 12, [1.5, 1.0, 2.0]]
+    assert break_even(found).rows[0] == ["exact", "plain", 1000.0, 1.25, [1.0, 1.0, 1.0]]
 
 
 def test_given_imbalances_are_gains_over_plain_with_headroom():
-    rows: list[list[Value]] = [
-        ["popular ranks, 1.1", 1.1, 40.0, 0.5, 0.8, None, [0.9] * 3],
-        [TEXT, 1.1, 0.0, 0.0, 0.0, None, None],
-        ["popular ranks, 2.0", 2.0, 30.0, 1.5, 1.0, None, [1.2] * 3],
-    ]
-    over = over_headroom(Table(dict.fromkeys("abcdefg", ""), rows))
-    assert [row[2:] for row in over] == [[1.1, 40.0, 0.8, [0.9] * 3], [2.0, 30.0, 1.0, [1.2] * 3]]
-    (found,) = break_even(Table(GAINS, over)).rows
-    assert found == ["plain, headroom 1.5", 2000.0, 2.0, [pytest.approx(1.4)] * 3]
+    of_systems = [(COMPARED[0], 0.8, 0.9, 1.0, 1.2), (COMPARED[2], 1.1, 1.2, 1.3, 1.4)]
+    rows: list[list[Value]] = [[TEXT, COMPARED[0], 1.1, 0.0, 0.0, 0.0, None, None]]
+    rows += [["popular ranks, 1.1", name, 1.1, 40.0, 0.5, low, None, [even] * 3] for name, low, even, *_ in of_systems]
+    rows += [["popular ranks, 2.0", name, 2.0, 30.0, 1.5, high, None, [one] * 3] for name, *_, high, one in of_systems]
+    over = over_headroom(Table(dict.fromkeys("abcdefgh", ""), rows))
+    assert [row[0] for row in over] == [COMPARED[0]] * 2 + [COMPARED[2]] * 2
+    assert [row[3:] for row in over[:2]] == [[1.1, 40.0, 0.8, [0.9] * 3], [2.0, 30.0, 1.0, [1.2] * 3]]
+    found = break_even(Table(GAINS, over)).rows
+    assert found[0] == [COMPARED[0], "plain, headroom 1.5", 2000.0, 2.0, [pytest.approx(1.4)] * 3]
+    assert found[1][3:] == [1.1, [1.1] * 3]
 
 
 @pytest.mark.parametrize(
