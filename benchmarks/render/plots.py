@@ -157,7 +157,7 @@ def gains(table: Table, text: str) -> Figure:
     for system, baseline, rate, *row in table.rows:
         of_links.setdefault(f"{system} over {baseline}, {middle(rate)[0] / 1000:g} Gbit/s", []).append(row)
     with _theme(text):
-        figure = Figure(figsize=(8, 3.2), layout="constrained")
+        figure = Figure(figsize=(8, 4), layout="constrained")
         figure.patch.set_alpha(0)
         axes = figure.subplots()
         axes.patch.set_alpha(0)
@@ -169,7 +169,7 @@ def gains(table: Table, text: str) -> Figure:
         axes.axhline(1, color="#9da7b3", lw=1)
         axes.set_xlabel("imbalance (max / mean load of the ranks)")
         axes.set_ylabel("tokens/s, relative")
-        axes.legend(frameon=False, title="dashed: predicted")
+        figure.legend(loc="outside lower center", ncols=2, frameon=False, title="dashed: predicted", fontsize=8)
         _plain(axes)
         return figure
 
