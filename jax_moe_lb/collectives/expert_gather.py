@@ -147,21 +147,19 @@ def fetch(home: WeightsOfKind, wanted: Wanted, num_home: int, group: Group) -> W
     # differentiable in `home`, by `add_at_home`.
     # Returns `[P, ...]`. Empty slots are 0; on GPUs they are uninitialized, and products skip them.
     num_ranks, num_replicas = wanted.shape
-    me, owner = group.me, owner_of(wanted, num_home)
+    owner = owner_of(wanted, num_home)
     slot = jnp.broadcast_to(iota(num_replicas), wanted.shape)
-    arriving = owner[me][None] == iota(num_ranks)[:, None]
-    return ragged_all_to_all(
-        home,
-        empty_buffer_after(home, num_replicas),
-        Slices(
+
+    def slices_of(rank: Int[Array, ""]) -> Slices:
+        return Slices(
             first=(wanted % num_home).reshape(-1),
-            sent=_ones(owner == me),
+            sent=_ones(owner == rank),
             lands=slot.reshape(-1),
-            arriving=_ones(arriving),
-        ),
-        group,
-        site="replicate",
-    )
+            arriving=_ones(owner[rank][None] == iota(num_ranks)[:, None]),
+        )
+
+    buffer = empty_buffer_after(home, num_replicas)
+    return ragged_all_to_all(home, buffer, slices_of(group.me), group, of_rank=slices_of, site="replicate")
 
 
 def _save(home: WeightsOfKind, wanted: Wanted, num_home: int, group: Group) -> tuple[WeightsOfKind, Wanted]:
@@ -263,7 +261,8 @@ def add_at_home(
         flat = [jnp.concatenate([kind[order] for kind in flat], 1)]
 
     def pull(place: Wanted) -> Callable[[Int[Array, ""]], Kinds]:
-        home = (HomeSlices.by_slot if in_place else HomeSlices.by_rank)(place, owner, order, me)
+        lists = partial(HomeSlices.by_slot if in_place else HomeSlices.by_rank, place, owner, order)
+        home = lists(me)
 
         def send(rows: Float[Array, "P W"]) -> Array:
             landed = ragged_all_to_all(
@@ -271,6 +270,8 @@ def add_at_home(
                 empty_buffer_after(rows, room),
                 home.slices,
                 group,
+                # The first rows are those of this rank's order, but no rank reads the first rows of others.
+                of_rank=lambda rank: lists(rank).slices,
                 site="gradients of replicas",
             )
             return as_words(landed)

@@ -30,7 +30,7 @@ from jax_moe_lb.collectives.permutes import (
     unidirectional_permutes,
 )
 from jax_moe_lb.core.custom_calls import call, is_built, like
-from jax_moe_lb.core.manual_axes import vary_like
+from jax_moe_lb.core.manual_axes import vary_alike, vary_like
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import iota
 
@@ -101,6 +101,7 @@ class _Pairs:
     sizes: PerPeer
     landings: PerPeer
     arriving: PerPeer
+    of_ranks: Int[Array, "G R"]  # sizes of the slices from every rank of the group (row)
 
 
 def _by_pairs(
@@ -110,23 +111,35 @@ def _by_pairs(
     slices: Slices,
     axis_name: Axes,
     disjoint: bool = False,
+    known: Slices | None = None,
 ) -> Array:
-    """Compute `ragged_all_to_all` by steps between pairs of ranks."""
-    first, sizes, output_offsets, arriving = slices
-    # Senders have the landing offsets, but here receivers place the rows, so exchange them. This precedes the early
-    # return below, because all ranks of a group must take part.
-    landings = jax.lax.all_to_all(output_offsets, axis_name, 0, 0, tiled=True)
+    """Compute `ragged_all_to_all` by steps between pairs of ranks; `known` has the slices of all ranks."""
+    first, sizes, lands, arriving = slices
+    # Senders have the landing offsets, but here receivers place the rows, and all ranks take the steps of the longest
+    # slice. The gather precedes the early return below, because all ranks of a group must take part.
+    if known is None:
+        every = jax.lax.all_gather(jnp.stack(vary_alike((lands, sizes))), axis_name)
+        of_ranks, landings = every[:, 1], _to_me(every[:, 0], axis_name)
+    else:
+        of_ranks, landings = known.sent, _to_me(known.lands, axis_name)
     if operand.shape[0] == 0 or output.shape[0] == 0:
         return output
     dtype, per_pair = operand.dtype, sizes.shape[0] // jax.lax.axis_size(axis_name)
     # As integers: XLA:CPU sends narrow floats as wider ones.
     operand, output = to_wire(operand), to_wire(output)
+    pairs = _Pairs(first, sizes, landings, arriving, of_ranks)
     if disjoint and per_pair > 1:
-        return from_wire(_packed(steps, operand, output, _Pairs(first, sizes, landings, arriving), axis_name), dtype)
+        return from_wire(_packed(steps, operand, output, pairs, axis_name), dtype)
     for i in range(per_pair):
-        pairs = _Pairs(*(array[i::per_pair] for array in (first, sizes, landings, arriving)))
-        output = _exchanged(steps, operand, output, pairs, axis_name)
+        parts = (array[i::per_pair] for array in (first, sizes, landings, arriving))
+        output = _exchanged(steps, operand, output, _Pairs(*parts, of_ranks[:, i::per_pair]), axis_name)
     return from_wire(output, dtype)
+
+
+def _to_me(lands: Int[Array, "R U"], axis_name: Axes) -> Sizes:
+    """Return the first row of every slice for this rank, from those of all ranks to all ranks."""
+    by_rank = lands.reshape(lands.shape[0], lands.shape[0], -1)
+    return by_rank[:, jax.lax.axis_index(axis_name)].reshape(-1)
 
 
 def _packed(
@@ -137,7 +150,8 @@ def _packed(
     sent, come = (sizes.reshape(num_ranks, -1).sum(1, dtype=jnp.int32) for sizes in (slices.sizes, slices.arriving))
     # All slices fit into an array of the operand's size, because they are disjoint.
     packed = operand[concatenated(slices.starts, slices.sizes, operand.shape[0])]
-    pairs = _Pairs(starts(sent), sent, starts(come), come)
+    of_ranks = slices.of_ranks.reshape(num_ranks, num_ranks, -1).sum(2, dtype=jnp.int32)
+    pairs = _Pairs(starts(sent), sent, starts(come), come, of_ranks)
     arrived = _exchanged(steps, packed, jnp.zeros_like(output), pairs, axis_name)
     into = _landing_rows(slices.landings, slices.arriving, output.shape[0])
     return output.at[into].set(arrived, mode="drop")
@@ -157,8 +171,8 @@ def _all_to_all_steps(operand: Array, output: Array, pairs: _Pairs, axis_name: A
     lane = iota(chunk)[None]
     # `_copy_own` has already copied the own rows: otherwise the largest pair would often be a rank with itself.
     from_me = iota(num_ranks) == jax.lax.axis_index(axis_name)
-    most = jnp.where(from_me, 0, pairs.sizes).max()
-    num_steps = jax.lax.pmax((most + chunk - 1) // chunk, axis_name)
+    most = jnp.where(jnp.eye(num_ranks, dtype=bool), 0, pairs.of_ranks).max()
+    num_steps = (most + chunk - 1) // chunk
 
     def step(i: Array, output: Array) -> Array:
         offset = i * chunk + lane
@@ -182,11 +196,13 @@ def _permute_steps(operand: Array, output: Array, pairs: _Pairs, axis_name: Axes
     # A single rank has no peer.
     if not ways:
         return output
-    to = jnp.stack([_partner(way, num_ranks)[me] for way in ways])
+    partners = jnp.stack([_partner(way, num_ranks) for way in ways])
+    to = partners[:, me]
     source = jnp.stack([_partner([(b, a) for a, b in way], num_ranks)[me] for way in ways])
-    num_chunks = (jnp.where(to == me, 0, pairs.sizes[to]) + chunk - 1) // chunk
+    rank = iota(num_ranks)[None]
+    most = jnp.where(partners == rank, 0, pairs.of_ranks[rank, partners]).max(1)
     # Other groups must run the same number of steps.
-    num_steps = largest(num_chunks, axis_name + other_manual_axes(axis_name))
+    num_steps = largest((most + chunk - 1) // chunk, other_manual_axes(axis_name))
     for n, way in enumerate(ways):
 
         def step(i: Array, output: Array, n: int = n, way: list[tuple[int, int]] = way) -> Array:
@@ -237,10 +253,12 @@ def ragged_all_to_all(
     group: Group,
     *,
     disjoint: bool = False,
+    of_rank: Callable[[Int[Array, ""]], Slices] | None = None,
     site: str | None = None,
     timeout_s: float = 120.0,
 ) -> Shaped[Array, "Q *X"]:
     """Send slices of `operand` to the ranks of the group, and write the received slices into `output`."""
+    # `of_rank` derives the slices of any rank from values that all ranks have. Steps then start without a gather.
     # It has the semantics of `jax.lax.ragged_all_to_all`. It is not differentiable; its callers implement their
     # transposes. Between processes on CPUs, all groups must call it equally often; see `permutes.agreed`.
     axis_name = group.axes
@@ -262,7 +280,8 @@ def ragged_all_to_all(
         return _in_process(*args, axis_name=axis_name, site=site or "axis " + ", ".join(axis_name), timeout_s=timeout_s)
 
     def by_steps(operand: Array, output: Array, *slices: Array) -> Array:
-        return exchange_by_steps(operand, output, Slices(*slices), axis_name, disjoint)
+        known = None if of_rank is None else jax.vmap(of_rank)(iota(num_ranks))
+        return exchange_by_steps(operand, output, Slices(*slices), axis_name, disjoint, known)
 
     on_cpu = in_process if moves_in_process() else by_steps
     on_cuda = on_one_shot_kernel if group.in_one_process and num_ranks <= MAX_ONE_SHOT_RANKS else on_accelerators
@@ -326,10 +345,12 @@ def moves_in_process() -> bool:
     return is_built("cpu") and jax.process_count() == 1
 
 
-def exchange_by_steps(operand: Array, output: Array, slices: Slices, axis_name: Axes, disjoint: bool = False) -> Array:
+def exchange_by_steps(
+    operand: Array, output: Array, slices: Slices, axis_name: Axes, disjoint: bool, known: Slices | None
+) -> Array:
     """Compute `ragged_all_to_all` from XLA's other collectives, for one process or for several."""
     by_steps = one_way_all_to_all if jax.process_count() > 1 else padded_all_to_all
-    return by_steps(operand, output, slices, axis_name, disjoint)
+    return by_steps(operand, output, slices, axis_name, disjoint, known)
 
 
 def _in_process(

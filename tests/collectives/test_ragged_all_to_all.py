@@ -116,6 +116,21 @@ def test_steps_of_collectives_against_a_loop(form, num_ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
+def test_steps_between_ranks_that_know_all_slices_need_no_other_collective(form):
+    rng = np.random.default_rng(0)
+    operand, *where, received = draw_case(rng, 4, 2, 40, 1.0)
+    output = rng.normal(size=(4, received.sum(1).max(), 3)).astype(np.float32)
+    of_ranks = Slices(*(jnp.asarray(a, jnp.int32) for a in (*where, received)))
+    run = exchange(make_mesh((4,), ("expert",)), ("expert",), functools.partial(FORMS[form], known=of_ranks))
+    np.testing.assert_array_equal(run(operand, output, *of_ranks), reference(operand, output, *where))
+    told = exchange(make_mesh((4,), ("expert",)), ("expert",), FORMS[form])
+    texts = [jax.jit(of).lower(operand, output, *of_ranks).as_text() for of in (run, told)]
+    assert [text.count("stablehlo.all_gather") for text in texts] == [0, 1]
+    assert "stablehlo.all_reduce" not in "".join(texts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
 def test_slices_that_do_not_overlap_travel_as_one(form):
     rng = np.random.default_rng(0)
     mesh, packed = make_mesh((5,), ("expert",)), functools.partial(FORMS[form], disjoint=True)
