@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.reliability.tries import summary
+from benchmarks.reliability.runs import Tables, summary
 from benchmarks.render.results import Table, Value
 
 WARM_UP = 200
@@ -16,6 +16,8 @@ WARM_UP = 200
 
 MOST_GROWTH = 0.01
 """Largest relative growth of the resident memory."""
+
+NUM_DEVICES = 64
 
 TUNABLES = "glibc.malloc.tcache_count=0:glibc.malloc.arena_max=2"
 """Allocator without caches of freed memory for each thread, which grow until every thread has freed every size."""
@@ -40,13 +42,9 @@ def resources() -> dict[str, float]:
     }
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=2000, help="Steps.")
-    parser.add_argument("--devices", type=int, default=64, help="Virtual devices.")
-
-
-def benchmark(given: argparse.Namespace) -> dict[str, Table]:
-    num_steps, num_devices = given.steps, given.devices
+def soak(given: argparse.Namespace) -> Tables:
+    """Run training steps of a layer in one process, and measure its resources every 50 steps."""
+    num_steps = given.number or 2000
     without_caches()
     import jax
     import jax.numpy as jnp
@@ -54,15 +52,15 @@ def benchmark(given: argparse.Namespace) -> dict[str, Table]:
 
     import jax_moe_lb as lb
 
-    lb.use_virtual_cpu_devices(num_devices)
-    mesh = jax.make_mesh((num_devices,), ("expert",))
+    lb.use_virtual_cpu_devices(NUM_DEVICES)
+    mesh = jax.make_mesh((NUM_DEVICES,), ("expert",))
     experts = lb.ExpertConfig(8)
-    layer = lb.MoE(16, 2 * num_devices, lb.TopK(2), mesh=mesh, system="exact", experts=experts, rngs=nnx.Rngs(0))
+    layer = lb.MoE(16, 2 * NUM_DEVICES, lb.TopK(2), mesh=mesh, system="exact", experts=experts, rngs=nnx.Rngs(0))
     graph, params, rest = nnx.split(layer, nnx.Param, ...)
 
     @jax.jit
     def step(params: nnx.State, key: jax.Array) -> tuple[nnx.State, jax.Array]:
-        x = jax.random.normal(key, (num_devices * 4, 16)) + 1.0
+        x = jax.random.normal(key, (NUM_DEVICES * 4, 16)) + 1.0
 
         def loss(params: nnx.State) -> jax.Array:
             y, stats = nnx.merge(graph, params, rest)(x)
@@ -71,29 +69,26 @@ def benchmark(given: argparse.Namespace) -> dict[str, Table]:
         value, gradients = jax.value_and_grad(loss)(params)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
 
-    found: list[dict[str, float]] = []
+    seen: list[dict[str, float]] = []
     with suppress(KeyboardInterrupt):
         for number in range(num_steps):
             params, value = step(params, jax.random.key(number))
             if not np.isfinite(float(value)):
                 raise RuntimeError(f"the loss of step {number} is {float(value)}; expected a finite number")
             if number >= WARM_UP and number % 50 == 49:
-                found.append(resources())
-                print(f"step {number + 1}: {found[-1]}", flush=True)
-    num_steps = WARM_UP + 50 * len(found)
+                seen.append(resources())
+                print(f"step {number + 1}: {seen[-1]}", flush=True)
+    num_steps = WARM_UP + 50 * len(seen)
     rows: list[list[Value]] = []
     held = 0
-    for name, first in found[0].items():
-        last = found[-1][name]
+    for name, first in seen[0].items():
+        last = seen[-1][name]
         most = first * (1 + MOST_GROWTH) if name.startswith("resident") else first
         held += last <= most
-        rows.append([name, first, max(one[name] for one in found), last, most])
+        rows.append([name, first, max(one[name] for one in seen), last, most])
     condition = f"memory, file descriptors and threads do not grow after {WARM_UP} steps; memory by at most 1 %"
-    note = f"Training steps of a layer on {num_devices} virtual devices, with GLIBC_TUNABLES={TUNABLES}."
+    note = f"Training steps of a layer on {NUM_DEVICES} virtual devices, with GLIBC_TUNABLES={TUNABLES}."
     columns = {"resource": "", "first": ".1f", "maximum": ".1f", "last": ".1f", "largest last": ".1f"}
-    return {
-        "summary": summary(
-            "training steps in one process", num_steps, num_steps * (held == len(rows)), condition, [note]
-        ),
-        "resources": Table(columns, rows),
-    }
+    held_steps = num_steps * (held == len(rows))
+    found = summary("training steps in one process", num_steps, held_steps, condition, [note])
+    return found | {"resources": Table(columns, rows)}

@@ -172,26 +172,17 @@ RUNS = (
         ("--number", "20000", "--seed", "1"),
         ("--seed", "1"),
         result="reliability_files_again",
-        unread=("kinds",),
     ),
     Run("reliability.plans", ("--number", "20000"), ()),
-    Run(
-        "reliability.layers",
-        ("--number", "10000", "--per-program", "250"),
-        ("--number", "8", "--per-program", "4"),
-        aside=LONG,
-    ),
-    Run("reliability.kills", ("--number", "200", "--per-run", "10"), aside=LONG),
+    Run("reliability.layers", ("--number", "10000"), ("--number", "4"), aside=LONG),
     Run("reliability.signatures", ("--number", "160"), ("--number", "1"), aside=LONG),
-    Run("reliability.calls", aside=LONG),
-    Run("reliability.interrupts", aside=LONG),
-    Run("reliability.writers", aside=LONG),
+    Run("reliability.soak", quick=("--number", "300"), aside=LONG),
     Run("reliability.sockets", aside="runs a C++ test"),
-    Run("reliability.process_kills", aside=LONG),
-    Run("reliability.training_kills", aside=LONG),
-    Run("reliability.stalls", aside=LONG),
     Run("reliability.mutants", aside="lists recorded mutants"),
-    Run("reliability.soak", quick=("--steps", "300", "--devices", "8"), aside=LONG),
+    *(
+        Run(f"reliability.{name}", aside=LONG)
+        for name in ("calls", "interrupts", "kills", "writers", "process_kills", "training_kills", "stalls")
+    ),
     Run("network.hybridep", refusal=_network, aside=MEASURED),
     Run(
         "network.hybridep",
