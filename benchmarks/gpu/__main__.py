@@ -1,7 +1,7 @@
 """Check every claim about NVIDIA GPUs on this machine, and print a table of them: true, false or not reached.
 
     make gpu                                    # all parts; continues where the last run stopped
-    make gpu ARGS="--parts build values"        # some parts
+    make gpu ARGS="--parts kit values"          # some parts
     make gpu ARGS="--again layer-exact times"   # claims, or all claims of a part, again
     make gpu ARGS=--dry-run                     # tiny sizes on CPUs, without a GPU; reaches no claim
 

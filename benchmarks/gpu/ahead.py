@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.gpu import comparison, gathers, kit, products, tiles
+from benchmarks.gpu import comparison, kit, products, tiles
 from benchmarks.gpu.findings import Finding, Scale
 from jax_moe_lb.aot import Target, use_no_accelerators
 from jax_moe_lb.kernels.backends import BACKENDS
@@ -35,8 +35,7 @@ def absent_programs() -> dict[tuple[Any, ...], kit.AheadProgram]:
         found |= products.value_programs(backend, compared)
     for model in tiles.MODELS.values():
         found |= {key: one for key, one in tiles.model_programs(model).items() if key[1] != tiles.DENSE}
-    for name, layer in comparison.LAYERS.items():
-        found |= gathers.programs(name, layer)
+    for layer in comparison.LAYERS.values():
         if layer.copies <= LARGEST_SORT:
             found |= comparison.rank_programs(layer)
     return found

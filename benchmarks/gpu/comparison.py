@@ -88,9 +88,8 @@ TINY = Layer(ranks=8, tokens=64, experts=16, per_token=2, hidden=128, inner=128)
 PLAIN, WORST = "plain, in rounds", "plain, worst-case buffer"
 BALANCED, ONE_ROUND = "exact", "exact, one round"
 SAVED = {
-    f"exact, one round, {' and '.join(names)} saved": Saved(**dict.fromkeys(names, True))
-    for names in (("rows",), ("rows", "hidden"))
-    if set(names) <= set(Saved.__dataclass_fields__)
+    "exact, one round, rows saved": Saved(rows=True),
+    "exact, one round, rows and hidden saved": Saved(rows=True, hidden=True),
 }
 """Arrays that variants of `exact` save for the backward pass."""
 

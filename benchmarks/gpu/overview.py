@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.gpu.rank_kernels import HIGHEST
-from benchmarks.gpu.tiles import MODELS
+from benchmarks.gpu.tiles import BEST_OF_TOKAMAX, MODELS
 from benchmarks.render.results import Table, Value
 
 PRODUCTS = {
     "default": ("Triton kernel", "of the table"),
     "Hopper": ("Hopper kernel", "of the table"),
     "tokamax": ("tokamax.ragged_dot", "of the table"),
-    "tokamax, 128 x 128 x 64": ("tokamax.ragged_dot", "128 x 128 x 64, 4 stages, persistent, 4 columns"),
+    "tokamax, 128 x 128 x 64": ("tokamax.ragged_dot", BEST_OF_TOKAMAX),
     "dense, cuBLAS": ("dense", "cuBLAS"),
 }
 """Kernels of grouped products by title: backend and tiles, as in `tiles.py`."""

@@ -1,4 +1,4 @@
-"""Checks of grouped products: values of every backend, and its rate beside the recorded one."""
+"""Checks of grouped products: values of every backend."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -8,20 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu.device import kernel_seconds
 from benchmarks.gpu.findings import Check, Finding, Scale
 from benchmarks.gpu.kit import Program, Programs, compile_all
-from benchmarks.render.results import Table
-from jax_moe_lb.core.device_rates import recorded_tflops
-from jax_moe_lb.kernels.backends import BACKENDS, KINDS, Backend, Kind, Product, choose_backend
+from jax_moe_lb.kernels.backends import BACKENDS, KINDS, Backend, Kind, Product
 from jax_moe_lb.kernels.blocks import matmul_by_blocks, outer_by_blocks
 from jax_moe_lb.kernels.operands import RowGroups
 
 NUM_HOME, NUM_GROUPS = 16, 18
 """Home experts, and all experts of a rank, whose weights are in two arrays."""
-
-WITHIN = 0.8
-"""Least share of a recorded rate."""
 
 MOST_ERROR = 0.02
 """Largest difference from the product by blocks of rows, relative to its largest entry."""
@@ -40,15 +34,12 @@ def product_of(kind: Kind, backend: Backend, num_rows: int, widths: tuple[int, i
     return Product(kind, num_rows, widths, groups, (bfloat16, bfloat16), result)
 
 
-def operands_of(product: Product, seed: int, *, full: bool = False) -> tuple[Any, Any, jax.Array]:
+def operands_of(product: Product, seed: int) -> tuple[Any, Any, jax.Array]:
     """Return both operands and the sizes of the groups; rows of no group are NaN."""
     rng = np.random.default_rng(seed)
     rows = product.num_rows
-    shares = np.full(NUM_GROUPS, 1 / NUM_GROUPS) if full else 0.9 * rng.dirichlet(np.full(NUM_GROUPS, 0.3))
-    sizes = np.floor(shares * rows).astype(np.int32)
-    if not full:
-        sizes[[2, NUM_GROUPS - 1]] = 0
-    sizes[0] += rows - sizes.sum() if full else 0
+    sizes = np.floor(0.9 * rng.dirichlet(np.full(NUM_GROUPS, 0.3)) * rows).astype(np.int32)
+    sizes[[2, NUM_GROUPS - 1]] = 0
     left, right = (
         jax.random.normal(jax.random.key(seed + i), one.shape, jnp.bfloat16) / 8
         for i, one in enumerate(product.operands()[:2])
@@ -159,36 +150,3 @@ def _compare(backend: Backend, product: Product, compiled: Any, seeds: int, repe
         same = program(COMPARE, f"{label}, {first.dtype}")
         for _ in range(repeats):
             assert same(run(left, right, sizes), first, used) == (0.0, total), f"calls differ: {product}"
-
-
-def rates(scale: Scale) -> Finding:
-    """Measure every backend on every kind of product, and compare the recorded kernels with their records."""
-    shape, tiny = (36864, (2048, 1536)), (256, (128, 256))
-    rows, slow = [], []
-    for backend in (one for one in BACKENDS if one.platform in ("cuda", None)):
-        for kind in KINDS:
-            product = product_of(kind, backend, *scale.of(shape, tiny))
-            if reason := backend.why_not_for(product):
-                rows.append([backend.name, kind, None, None, None, reason])
-                continue
-            seconds = _kernel_s(backend, product)
-            flops = 2 * product.num_rows * product.widths[0] * product.widths[1]
-            reached = flops / seconds / 1e12 if seconds else None
-            capability = getattr(jax.devices()[0], "compute_capability", "")
-            recorded = recorded_tflops(capability, kind, backend.recorded)
-            chosen = "chosen" if choose_backend(product, "cuda").backend is backend else ""
-            rows.append([backend.name, kind, seconds and seconds * 1e6, reached, recorded, chosen])
-            if reached and recorded and reached < WITHIN * recorded:
-                slow.append(f"{backend.name}, {kind}: {reached:.0f} TFLOP/s; recorded {recorded:.0f}")
-    columns = {"kernel": "", "product": "", "us": ".0f", "TFLOP/s": ".0f", "recorded TFLOP/s": ".0f", "": ""}
-    reached_any = any(row[3] and row[4] for row in rows)
-    table = Table(columns, rows)
-    return Finding(not slow if reached_any else None, "; ".join(slow) or "see the table", table)
-
-
-def _kernel_s(backend: Backend, product: Product, calls: int = 10) -> float | None:
-    left, right, sizes = operands_of(product, 0, full=True)
-    run = jax.jit(lambda left, right, sizes: backend(product, left, right, RowGroups(sizes), None))
-    durations = kernel_seconds(lambda: run(left, right, sizes), calls)
-    # All kernels of a call: some products have copies of operands beside them.
-    return sum(map(sum, durations.values())) / calls if durations else None

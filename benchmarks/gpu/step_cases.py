@@ -44,30 +44,26 @@ class StepCase:
     length: int = 4096
     fields: Mapping[str, Any] = field(default_factory=dict)
     param_dtype: str = "float32"
-    compute_dtype: str = "bfloat16"
-    system: str = "exact"
-    learning_rate: float = 3e-4
 
     def __str__(self) -> str:
         more = "".join(f", {name} {value}" for name, value in self.fields.items())
         sizes = f"{self.layers} layers{more}, {self.batch} x {self.length} tokens"
-        return f"{self.model}, {sizes}, parameters {self.param_dtype}, `{self.system}`"
+        return f"{self.model}, {sizes}, parameters {self.param_dtype}, `exact`"
 
     @property
     def decoder(self) -> DecoderConfig:
         """Sizes of the model."""
         raw = PUBLISHED[self.model] | {"num_hidden_layers": self.layers} | dict(self.fields)
-        dtypes = {"compute_dtype": self.compute_dtype, "param_dtype": self.param_dtype}
-        return configured(Fields(json.dumps(raw)), **dtypes)
+        return configured(Fields(json.dumps(raw)), compute_dtype="bfloat16", param_dtype=self.param_dtype)
 
     @property
     def config(self) -> TrainConfig:
         """Configuration of the run."""
         return TrainConfig(
-            model=ModelConfig(compute_dtype=self.compute_dtype),
-            parallel=ParallelConfig(expert_parallel=1, system=self.system),
+            model=ModelConfig(compute_dtype="bfloat16"),
+            parallel=ParallelConfig(expert_parallel=1, system="exact"),
             batch=BatchConfig(self.batch, self.length),
-            optimizer=OptimizerConfig(learning_rate=self.learning_rate, state_dtype=self.param_dtype),
+            optimizer=OptimizerConfig(learning_rate=3e-4, state_dtype=self.param_dtype),
             data=DataConfig(within_documents=False),
             steps=STEPS,
         )
@@ -112,42 +108,26 @@ CASES = {
     "deepseek": StepCase(
         "DeepSeek-V3", 1, 4, fields={"n_routed_experts": 32, "first_k_dense_replace": 0}, param_dtype="bfloat16"
     ),
-    "gpt-oss": StepCase("gpt-oss-20b", 2, 2),
-    "qwen3-plain": StepCase("Qwen3-30B-A3B", 2, 4, system="plain"),
 }
-"""Cases."""
+"""Cases by growing memory, since an allocator keeps its peak."""
 
-MEASURED = ("qwen3", "deepseek")
-"""Cases that run on a GPU, by growing memory, since an allocator keeps its peak; all are compiled for an absent one."""
-
-_SMALL = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
-_TINY_FIELDS: dict[str, dict[str, Any]] = {
-    "qwen3": {"head_dim": 64, "moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2},
-    "gpt-oss": {
+TINY = StepCase(
+    "Qwen3-30B-A3B",
+    2,
+    4,
+    256,
+    fields={
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
         "head_dim": 64,
-        "intermediate_size": 128,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "sliding_window": 64,
-    },
-    "deepseek": {
-        "num_key_value_heads": 4,
-        "q_lora_rank": 128,
-        "kv_lora_rank": 64,
-        "intermediate_size": 256,
         "moe_intermediate_size": 128,
-        "n_routed_experts": 8,
-        "n_group": 4,
-        "topk_group": 2,
+        "num_experts": 8,
         "num_experts_per_tok": 2,
-        "first_k_dense_replace": 1,
     },
-}
-TINY = {
-    name: StepCase(CASES[name].model, 2, 4, 256, fields=_SMALL | fields, learning_rate=1e-3)
-    for name, fields in _TINY_FIELDS.items()
-}
-"""Small models of the same architectures, with the attention kernels of the large ones."""
+)
+"""Case of a dry run."""
 
 
 def compile_step(

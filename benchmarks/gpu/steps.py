@@ -1,18 +1,9 @@
-"""Checks of training steps of published models at reduced depth: time, memory and losses against their estimates.
+"""Checks of training steps of published models at reduced depth: time, memory and losses against their estimates."""
 
-The first check of a process starts the compilation of all cases, and small models in processes of their own, so that
-all cores compile. Nothing is timed before they end.
-"""
-
-import json
 import math
-import os
-import subprocess
-import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -20,13 +11,11 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.stages import Compiled
 
-from benchmarks.gpu import constants
 from benchmarks.gpu.compiled import MEMORY_WITHIN, WITHOUT_GRAPHS
 from benchmarks.gpu.device import gpu_kind, kernel_seconds
 from benchmarks.gpu.findings import Check, Finding, Scale
 from benchmarks.gpu.step_cases import (
     CASES,
-    MEASURED,
     OUTSIDE,
     TINY,
     StepCase,
@@ -37,27 +26,11 @@ from benchmarks.gpu.step_cases import (
     spans_of,
     works_of,
 )
-from benchmarks.render.documents import RESULTS
-from benchmarks.render.results import Table, Value, read
+from benchmarks.render.results import Table, Value
 from jax_moe_lb.aot import ProgramReport, Target
 
 TIME_WITHIN = 1.25
 """Largest ratio of estimated and measured time of a step, in either direction."""
-
-RATE_WITHIN = 1.5
-"""Largest ratio of a measured rate of a large operation and the assumed one, in either direction."""
-
-LOSS_WITHIN = 0.01
-"""Largest relative difference of the first losses in bfloat16 and float32."""
-
-FIRST_STEPS = 3
-"""Compared losses; later ones differ by rounding that training amplifies."""
-
-COMPILE_S, DRY_RUN_S = 180.0, 450.0
-"""Limits of the compilation of all cases, and in a dry run on a small machine."""
-
-CHILD_FRACTION = 0.03
-"""Share of the GPU's memory for a small model."""
 
 MOST_OPERATIONS = 100
 """Rows of single operations."""
@@ -66,7 +39,6 @@ COLUMNS = {
     "what": "",
     "name": "",
     "unit": "",
-    "predicted": ".4g",
     "estimated": ".4g",
     "measured": ".4g",
     "measured / estimated": ".2f",
@@ -87,134 +59,27 @@ class Step:
     report: ProgramReport
     compile_s: float
 
-
-@dataclass(frozen=True, eq=False)
-class Background:
-    """Compilations and small models of this process."""
-
-    tracing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
-    compiling: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(12))
-    steps: dict[str, Future[Future[Step]]] = field(default_factory=dict)
-    small: dict[str, Future[subprocess.CompletedProcess[str]]] = field(default_factory=dict)
-
-    def start(self, name: str, case: StepCase) -> None:
-        """Trace and compile a case."""
-        if name not in self.steps:
-            self.steps[name] = self.tracing.submit(_compile, case, self.compiling)
-
-    def start_small(self, name: str, *, dry: bool) -> None:
-        """Train a small model in a process of its own."""
-        if name in self.small:
-            return
-        # Both platforms are in use.
-        environment = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"} | {
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-            "XLA_PYTHON_CLIENT_MEM_FRACTION": str(CHILD_FRACTION),
-        }
-        command = [sys.executable, "-m", "benchmarks.gpu.tiny_losses", name, *(["--dry-run"] if dry else [])]
-        options: dict[str, Any] = {"capture_output": True, "text": True, "check": False}
-        limit_s = DRY_RUN_S if dry else COMPILE_S
-        self.small[name] = self.compiling.submit(subprocess.run, command, env=environment, timeout=limit_s, **options)
-
-
-background = cache(Background)
-"""Return the compilations of this process."""
-
-
-def _compile(case: StepCase, pool: ThreadPoolExecutor) -> Future[Step]:
-    """Trace a case in this thread, and start its compilations."""
-    begin = time.perf_counter()
-    device = jax.devices()[0]
-    mesh = case.mesh(device)
-    programs = case.programs(mesh)
-    target = target_here()
-    lowered = case.lower(programs, mesh, target)
-    init = pool.submit(programs.init.lower().compile)  # type: ignore[attr-defined]
-
-    def compiled() -> Step:
-        step, _ = compile_step(lowered, mesh, target, case.ideal_flops, {}, read=False)
-        seconds = time.perf_counter() - begin
-        # After the other one, whose tuned products it takes over.
-        options = WITHOUT_GRAPHS if jax.default_backend() == "gpu" else {}
-        profiled, report = compile_step(lowered, mesh, target, case.ideal_flops, options)
+    @classmethod
+    def of(cls, case: StepCase) -> "Step":
+        """Trace and compile a case for the device here."""
+        begin = time.perf_counter()
+        mesh = case.mesh(jax.devices()[0])
+        programs, target = case.programs(mesh), target_here()
+        lowered = case.lower(programs, mesh, target)
+        with ThreadPoolExecutor(1) as pool:
+            init = pool.submit(programs.init.lower().compile)  # type: ignore[attr-defined]
+            step, _ = compile_step(lowered, mesh, target, case.ideal_flops, {}, read=False)
+            seconds = time.perf_counter() - begin
+            # After the other one, whose tuned products it takes over.
+            options = WITHOUT_GRAPHS if jax.default_backend() == "gpu" else {}
+            profiled, report = compile_step(lowered, mesh, target, case.ideal_flops, options)
         assert report is not None
-        return Step(case, mesh, init.result(), step, profiled, report, seconds)
-
-    return pool.submit(compiled)
+        return cls(case, mesh, init.result(), step, profiled, report, seconds)
 
 
 def target_here() -> Target:
     """Return the target of this GPU; an H100 in a dry run."""
     return Target.parse(f"{gpu_kind() or 'h100'}:1x1")
-
-
-def case_of(name: str, scale: Scale) -> StepCase:
-    """Return a case, or a small model of its architecture in a dry run."""
-    if not scale.dry:
-        return CASES[name]
-    return replace(TINY[name.removesuffix("-plain")], system=CASES[name].system)
-
-
-def compiled_step(name: str, scale: Scale) -> Step:
-    """Return the programs of a case; it is compiled alone if `constants_hold` did not start it."""
-    work = background()
-    work.start(name, case_of(name, scale))
-    limit_s = scale.of(COMPILE_S, DRY_RUN_S)
-    return work.steps[name].result(limit_s).result(limit_s)
-
-
-def constants_hold(scale: Scale) -> Finding:
-    """Measure the rates of the timeline, after all compilations."""
-    work = background()
-    dry_cases = ("qwen3",)
-    for name in TINY if not scale.dry else dry_cases:
-        work.start_small(name, dry=scale.dry)
-    # The one with the longest compilation first.
-    for name in reversed(MEASURED) if not scale.dry else dry_cases:
-        work.start(name, case_of(name, scale))
-    table = constants.measure(scale, lambda: _await(work, scale.of(COMPILE_S, DRY_RUN_S)))
-    large = [row for row in table.rows if row[0] in ("memory", "product") and row[5] is not None]
-    far = [f"{row[1]} x {row[5]:.2f}" for row in large if not 1 / RATE_WITHIN <= float(row[5]) <= RATE_WITHIN]  # type: ignore[arg-type]
-    found = f"{len(far)} of {len(large)} differ by more: {'; '.join(far)}"
-    return Finding(not far if large else None, found if far else f"all {len(large)} rates", table)
-
-
-def _await(work: Background, limit_s: float) -> None:
-    """Wait for all compilations and small models; their checks raise the exceptions."""
-    end = time.monotonic() + limit_s
-    traced, _ = wait(work.steps.values(), limit_s)
-    compiling = [future.result() for future in traced if future.exception() is None]
-    wait([*compiling, *work.small.values()], max(end - time.monotonic(), 0))
-
-
-# ---- losses of small models ---------------------------------------------------------
-
-
-def losses_agree(name: str) -> Check:
-    """Return the check of the losses of a small model, in bfloat16 here against float32 on the CPU."""
-
-    def check(scale: Scale) -> Finding:
-        work = background()
-        if scale.dry and name != "qwen3":
-            return Finding(None, "not in a dry run")
-        work.start_small(name, dry=scale.dry)
-        try:
-            ended = work.small[name].result()
-        except subprocess.TimeoutExpired as error:
-            return Finding(False, f"not trained within {error.timeout:.0f} s")
-        if ended.returncode:
-            return Finding(False, " ".join(ended.stderr.split())[-400:])
-        here, reference = json.loads(ended.stdout.splitlines()[-1])
-        rows: list[list[Value]] = [[i + 1, *pair] for i, pair in enumerate(zip(here, reference, strict=True))]
-        table = Table({"step": "d", "bfloat16, here": ".4f", "float32, CPU": ".4f"}, rows)
-        apart = max(abs(a / b - 1) for _, a, b in rows[:FIRST_STEPS])  # type: ignore[operator]
-        holds = all(map(math.isfinite, here)) and here[-1] < here[0] and apart <= LOSS_WITHIN
-        return Finding(holds, f"loss {here[0]:.3f} to {here[-1]:.3f}, first ones apart by {apart:.2%}", table)
-
-    return check
-
-
-# ---- steps --------------------------------------------------------------------------
 
 
 @dataclass
@@ -251,8 +116,8 @@ def step_holds(name: str) -> Check:
     def check(scale: Scale) -> Finding:
         if scale.dry and name != "qwen3":
             return Finding(None, "not in a dry run")
-        step = compiled_step(name, scale)
-        rows = _Rows(name, step, scale)
+        step = Step.of(scale.of(CASES[name], TINY))
+        rows = _Rows(step, scale)
         try:
             return _measured(step, rows, scale)
         except jax.errors.JaxRuntimeError as error:
@@ -299,9 +164,8 @@ def _memory(device: jax.Device) -> tuple[int, int]:
 class _Rows:
     """Table of a case, which is kept while it grows."""
 
-    def __init__(self, name: str, step: Step, scale: Scale) -> None:
+    def __init__(self, step: Step, scale: Scale) -> None:
         self.step, self.scale, self.rows = step, scale, list[list[Value]]()
-        self.predicted = {} if scale.dry else predictions(name)
 
     def add(
         self,
@@ -313,23 +177,14 @@ class _Rows:
         work: Work | None = None,
     ) -> None:
         ratio = measured / estimated if estimated and measured is not None else None
-        predicted = self.predicted.get((what, name))
         giga: list[Value] = [None, None] if work is None else [work.nbytes / 1e9, work.flops / 1e9]
-        self.rows.append([what, name, unit, predicted, estimated, measured, ratio, *giga])
+        self.rows.append([what, name, unit, estimated, measured, ratio, *giga])
 
     def keep(self) -> None:
         self.scale.keep(self.table())
 
     def table(self) -> Table:
         return Table(COLUMNS, self.rows, str(self.step.case))
-
-
-def predictions(name: str) -> dict[tuple[str, str], float]:
-    """Return the estimates of a case from its program for an absent GPU, by the first columns of the table."""
-    path = RESULTS / "predicted_steps.json"
-    run = read(path).get(f"{path.stem}_{name}") if path.exists() else None
-    rows = run.tables["steps"].rows if run else []
-    return {(str(row[1]), str(row[2])): row[4] for row in rows}  # type: ignore[misc]
 
 
 def _times(run: Run, step: Step, rows: _Rows, scale: Scale) -> float:

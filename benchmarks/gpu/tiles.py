@@ -111,70 +111,45 @@ def backend_of(name: str, matmul: Callable[..., Any]) -> Backend:
     return Backend(name, "cuda", "", lambda _: None, matmul, None)
 
 
-class Mosaic(NamedTuple):
-    """Tiles of tokamax's kernel; `minor` is the dimension of neighboring blocks: 0 for rows, 1 for columns."""
+def _tokamax(product: Product, left: Any, right: Any, groups: RowGroups) -> Any:
+    import tokamax
+    from tokamax._src.ops.ragged_dot import pallas_mosaic_gpu
 
-    rows: int
-    columns: int
-    depth: int
-    stages: int
-    persistent: bool = True
-    minor: int = 1
-    width: int = 4
-
-    def __str__(self) -> str:
-        grid = f"{'persistent, ' if self.persistent else ''}{self.width} {('rows', 'columns')[self.minor]}"
-        return f"{self.rows} x {self.columns} x {self.depth}, {self.stages} stages, {grid}"
-
-
-def mosaic(tiles: Mosaic) -> Kernel:
-    """Return tokamax's kernel with the given tiles."""
-
-    def multiply(product: Product, left: Any, right: Any, groups: RowGroups) -> Any:
-        import tokamax
-        from tokamax._src.ops.ragged_dot import pallas_mosaic_gpu
-
-        op = pallas_mosaic_gpu.PallasMosaicGpuRaggedDot
-        config = op.config_cls(
-            block_m=tiles.rows,
-            block_n=tiles.columns,
-            block_k=tiles.depth,
-            num_stages=tiles.stages,
-            split_k=1,
-            persistent=tiles.persistent,
-            grid_minor_dim=tiles.minor,
-            grid_tile_width=tiles.width,
-        )
-        return tokamax.ragged_dot_general(
-            left,
-            right,
-            group_sizes=groups.sizes,
-            ragged_dot_dimension_numbers=DIMENSIONS[product.kind],
-            preferred_element_type=product.dtype,
-            implementation=[op(config=config)],
-        )
-
-    return Kernel(backend_of("tokamax.ragged_dot", multiply), str(tiles), PRODUCTS)
+    op = pallas_mosaic_gpu.PallasMosaicGpuRaggedDot
+    config = op.config_cls(
+        block_m=128,
+        block_n=128,
+        block_k=64,
+        num_stages=4,
+        split_k=1,
+        persistent=True,
+        grid_minor_dim=1,
+        grid_tile_width=4,
+    )
+    return tokamax.ragged_dot_general(
+        left,
+        right,
+        group_sizes=groups.sizes,
+        ragged_dot_dimension_numbers=DIMENSIONS[product.kind],
+        preferred_element_type=product.dtype,
+        implementation=[op(config=config)],
+    )
 
 
-def triton_products(tile: Tile) -> Kernel:
-    """Return the Triton kernel of products with the given tile."""
-
-    def multiply(product: Product, left: Any, right: Any, groups: RowGroups) -> Any:
-        transposed = product.is_transposed
-        return triton_product.product(left, right, group_sizes=groups.sizes, transposed=transposed, tile=tile)
-
-    text = f"{tile.rows} x {tile.columns} x {tile.depth}, {tile.stages} stages, {tile.warps} warps"
-    return Kernel(backend_of("Triton kernel", multiply), text, PRODUCTS)
+def _narrow(product: Product, left: Any, right: Any, groups: RowGroups) -> Any:
+    tile, transposed = Tile(128, 64, 64, 4, 4), product.is_transposed
+    return triton_product.product(left, right, group_sizes=groups.sizes, transposed=transposed, tile=tile)
 
 
 TABLE = "of the table"
 """Tiles of a backend as in the table of backends."""
 
-OTHERS = (mosaic(Mosaic(128, 128, 64, 4)),)
+BEST_OF_TOKAMAX = "128 x 128 x 64, 4 stages, persistent, 4 columns"
+
+OTHERS = (Kernel(backend_of("tokamax.ragged_dot", _tokamax), BEST_OF_TOKAMAX, PRODUCTS),)
 """Kernel measured beside those of the table: tokamax's with its best tiles."""
 
-NARROW = triton_products(Tile(128, 64, 64, 4, 4))
+NARROW = Kernel(backend_of("Triton kernel", _narrow), "128 x 64 x 64, 4 stages, 4 warps", PRODUCTS)
 """Kernel measured for widths that are no multiples of 128, which it divides."""
 
 

@@ -162,10 +162,6 @@ RUNS = (
     Run("compiled.timeline_options", refusal=_compilers),
     Run("compiled.timeline_tpu", refusal=_compilers),
     Run("compiled.timeline_simulator", refusal=_compilers),
-    *(
-        Run("compiled.predicted_steps", (case,), None, _compilers, f"predicted_steps_{case}")
-        for case in ("qwen3", "deepseek", "gpt-oss", "qwen3-plain")
-    ),
     Run("reliability.files", ("--number", "100000"), ()),
     Run(
         "reliability.files",

@@ -166,7 +166,7 @@ def test_results_of_a_run_keep_those_that_it_did_not_reach(tmp_path, monkeypatch
     outcomes = {row[1]: row[3:] for row in tables[CLAIMS].rows}
     assert outcomes[names[0]] == [FALSE, "now"]
     assert outcomes[names[1]] == [TRUE, "before"]
-    assert outcomes["loads"] == [NOT_REACHED, "not run"]
+    assert outcomes["clocks"] == [NOT_REACHED, "not run"]
     assert "no longer a claim" not in outcomes
     assert tables["gemm"].rows == [["kept"]]
     assert tables[names[0]].rows == [["new"]]

@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from benchmarks.gpu.step_cases import CASES
 from benchmarks.render.documents import RESULTS, ROOT, changed, documents, old_plots, rendered
 from benchmarks.render.marks import MARK, made_by, table_names, tables_like
 from benchmarks.render.numbers import BLOCK
@@ -39,8 +38,6 @@ def test_every_table_is_shown_or_linked_or_read_by_the_simulator():
     # `network training compare` repeats them beside the measurements.
     used |= {f"network_training_predicted_{number}/predictions" for number in (1, 2, 3)}
     used |= {"network_training_speed_predicted/predictions"}
-    # `make gpu` repeats them beside the measurements.
-    used |= {f"predicted_steps_{name}/steps" for name in CASES}
     assert {f"{run}/{name}" for run, record in read(RESULTS).items() for name in record.tables} <= used
 
 

@@ -1,9 +1,8 @@
-"""Classes of operations and predictions of the training steps that `make gpu` measures."""
+"""Classes of operations and sizes of the training steps that `make gpu` measures."""
 
 import pytest
 
 from benchmarks.gpu.step_cases import CASES, TINY, class_of, operations_of
-from benchmarks.gpu.steps import predictions
 from jax_moe_lb.aot.product_form import ProductForm
 from jax_moe_lb.aot.schedule import Kind, Loop, ScheduledOperation
 
@@ -41,18 +40,12 @@ def test_operations_of_loops_are_listed():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_case_has_predictions_and_a_small_model(name):
-    found = predictions(name)
-    assert found["step", "time"] > 0
-    assert found["memory", "arguments"] + found["memory", "temporaries"] < 65  # GB of the process on an H100
-    assert name.removesuffix("-plain") in TINY
+def test_a_case_has_the_sizes_of_its_model(name):
+    decoder = CASES[name].decoder
+    assert decoder.num_layers == CASES[name].layers
+    assert CASES[name].ideal_flops > 0
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_small_models_have_the_attention_kernels_of_the_large_ones(name):
-    small, large = TINY[name].decoder, CASES[name].decoder
-    assert (small.latent is None, small.sinks, small.window(0) is None) == (
-        large.latent is None,
-        large.sinks,
-        large.window(0) is None,
-    )
+def test_the_small_model_has_the_attention_kernel_of_the_large_one():
+    small, large = TINY.decoder, CASES["qwen3"].decoder
+    assert (small.latent is None, small.sinks, small.window(0)) == (large.latent is None, large.sinks, large.window(0))
