@@ -273,12 +273,11 @@ def of_times(given: argparse.Namespace) -> Tables:
 
 
 def of_planners(given: argparse.Namespace) -> Tables:
-    """Return the planning times of all balancers, and the time of the simulator."""
-    sizes, ranks = (times.SIZES[1:2], (8, 16)) if given.quick else (times.SIZES, (64, 128, 256, 512))
-    rows = list(times.planner_rows(sizes))
+    """Return the planning times of all balancers."""
+    rows = list(times.planner_rows(times.SIZES[1:2] if given.quick else times.SIZES))
     if given.write:
         times.write(rows)
-    return {"planners": times.planner_table(rows), "simulator": times.simulator_growth(ranks)}
+    return {"planners": times.planner_table(rows)}
 
 
 # ---- settings ----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from benchmarks.plans import recorded
 from benchmarks.render.documents import RESULTS
 from benchmarks.render.results import Table, Value, load, spread
 from benchmarks.render.timing import interleaved_s
-from jax_moe_lb import Topology, _planning, exact, plain
+from jax_moe_lb import Topology, _planning
 from jax_moe_lb.balancers import EPLB, FEPLB, EPLBPlus, Exact, FasterMoE, Greedy, RailS, UltraEP
 from jax_moe_lb.balancers.base import Balancer, LayerCost
 from jax_moe_lb.contrib import ECHO, EPIC, LLEP, LPLB, MoonEP
@@ -24,7 +24,7 @@ from jax_moe_lb.core.validation import fallback_to_plain
 from jax_moe_lb.planners import exact as exact_planner
 from jax_moe_lb.planners.exact_search import exact_in_jax
 from jax_moe_lb.planners.greedy import greedy, greedy_reference
-from jax_moe_lb.sim import Cluster, Links, ModelShape, planner_times, simulate
+from jax_moe_lb.sim import planner_times
 
 # ranks, experts, replica slots
 SHAPES = ((8, 128, 4), (8, 256, 2), (32, 256, 2), (64, 256, 1), (64, 256, 2), (256, 256, 2))
@@ -199,20 +199,6 @@ def planner_table(found: list[Row]) -> Table:
 def exponent(sizes: Sequence[float], times: Sequence[float]) -> float:
     """Return the exponent of the power law through times at some sizes, by least squares of logarithms."""
     return float(np.polyfit(np.log(sizes), np.log(times), 1)[0])
-
-
-def simulator_growth(ranks: tuple[int, ...]) -> Table:
-    """Return the times of a simulated layer with 512 experts, and the exponent of the ranks."""
-    model = ModelShape(1, 4096, 1536, 512, per_token=8, tokens=4096)
-    rows: list[list[Value]] = []
-    for name, system in {"exact": exact(2), "plain": plain()}.items():
-        times = []
-        for size in ranks:
-            cluster, counts = Cluster((Links("gpu", size, 360e9),)), next(lognormal(size, 512))
-            times.append(least_s(lambda: simulate(system, model, cluster, counts), 3))  # noqa: B023
-        rows.append([name, *(1e3 * one for one in times), exponent(ranks, tuple(times))])
-    columns = {"processor ms of a simulated layer": ""} | {f"{size} ranks": ".1f" for size in ranks}
-    return Table(columns | {"growth with ranks": ".2f"}, rows)
 
 
 # ---- Ways to call a planner ----------------------------------------------------------
