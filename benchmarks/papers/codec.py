@@ -2,9 +2,7 @@
 
 The tiny language model runs on 8 virtual devices in 2 domains of 4, so three of four experts served by a rank are
 decoded. The codecs are plain (ratio 1), and ratios 10 and 50 with three bases: the shared expert, none, and the
-remembered one. Each runs with several seeds. With `--upcycled` all experts of a layer start as copies of one, as in
-sparse upcycling: they resemble each other more than independently initialized experts. The table has the final gaps;
-`--plot FILE.png` draws the loss of every step.
+remembered one. Each runs with several seeds. The table has the final gaps.
 
 Mean and encoding use the weights of the current step. Encoding ahead, after the optimizer, gives the same bits
 (`tests/transport/test_codec.py`).
@@ -13,15 +11,12 @@ Mean and encoding use the weights of the current step. Encoding ahead, after the
 import argparse
 import itertools
 from collections.abc import Mapping
-from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from benchmarks.render.results import Table, Value, picture_file
+from benchmarks.render.results import Table, Value
 from jax_moe_lb import Buffers, Topology, plain, use_virtual_cpu_devices
 from jax_moe_lb.transport import Codec, CodecBase, ExpertDomains, GatherExpertDomain, hybrid_mesh
 from models.config import PRESETS, TrainConfig
@@ -40,36 +35,17 @@ CODECS = {
     "ratio 50, alone": Codec(50.0, CodecBase.ZERO, 1.0),
     "ratio 50, remembered": Codec(50.0, CodecBase.REMEMBERED, 1.0),
 }
+DOMAIN = 4
+"""Devices of an expert domain."""
+
 AVERAGED_STEPS = 20
 """Number of last steps over which the final loss is averaged."""
-
-
-def copies_of_one(state: nnx.State) -> nnx.State:
-    """Return the state with all experts of a layer, and the remembered base, equal to the first expert."""
-
-    def copied(path: tuple, leaf: jax.Array) -> jax.Array:
-        of_experts = "moe" in jax.tree_util.keystr(path) and leaf.ndim == 3
-        return jnp.broadcast_to(leaf[:1], leaf.shape) if of_experts else leaf
-
-    return jax.tree_util.tree_map_with_path(copied, state)
-
-
-def train(
-    config: TrainConfig, mesh: Mesh, migrate: GatherExpertDomain, corpus: Corpus, upcycled: bool
-) -> tuple[list[float], float]:
-    """Return the loss of every step, and the final validation loss."""
-    programs = make_programs(config, mesh, plain(Buffers(2.0)).replace(migrate=migrate))
-    state = programs.init()
-    if upcycled:
-        shardings = jax.tree.map(lambda shape: shape.sharding, programs.state_shapes)
-        state = jax.jit(copies_of_one, out_shardings=shardings, donate_argnums=0)(state)
-    return train_from(state, programs, config, mesh, corpus)
 
 
 def train_from(
     state: nnx.State, programs: Programs, config: TrainConfig, mesh: Mesh, corpus: Corpus
 ) -> tuple[list[float], float]:
-    """Return the results of `train` from an initial state; programs of another seed may run the steps."""
+    """Return the loss of every step, and the final validation loss; programs of another seed may run the steps."""
     losses = []
     for number in range(1, config.steps + 1):
         tokens = corpus.batch(config.seed, number, config.batch.size, config.batch.sequence_length)
@@ -93,47 +69,25 @@ def table(results: dict[tuple[str, int], tuple[list[float], float]], codecs: lis
     return Table(columns, rows)
 
 
-def plot(results: dict[tuple[str, int], tuple[list[float], float]], codecs: list[str], path: Path) -> None:
-    """Plot loss curves as means over ten steps, with one color per codec and one line per seed."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for (name, seed), (losses, _) in results.items():
-        colour = f"C{codecs.index(name)}"
-        smooth = np.convolve(losses, np.full(10, 0.1), "valid")
-        axes.plot(np.arange(10, len(losses) + 1), smooth, color=colour, lw=0.8, label=None if seed else name)
-    axes.set(xlabel="step", ylabel="training loss in nats per byte", yscale="log")
-    axes.legend()
-    figure.savefig(path, dpi=150)
-
-
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--domain-size", type=int, default=4)
     parser.add_argument(
         "--codecs", nargs="*", default=list(CODECS), choices=list(CODECS), help="Codecs; the first is the reference."
     )
-    parser.add_argument("--learning-rate", type=float, help="Peak learning rate; the preset's by default.")
-    parser.add_argument("--upcycled", action="store_true", help="Initialize experts of a layer as copies of one.")
-    parser.add_argument("--plot", type=picture_file, metavar="FILE.png", help="Plot of the losses of every step.")
 
 
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     use_virtual_cpu_devices(8)
     base = PRESETS["tiny"]
     whole = make_mesh(base.parallel)
-    mesh = hybrid_mesh(whole, {"expert": given.domain_size})
+    mesh = hybrid_mesh(whole, {"expert": DOMAIN})
     domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(whole))
     corpus, results = default_corpus(base.data.max_corpus_bytes), {}
     for seed, name in itertools.product(range(given.seeds), given.codecs):
-        rate = given.learning_rate or base.optimizer.learning_rate
-        config = updated(base, {"steps": given.steps, "seed": seed, "optimizer": {"learning_rate": rate}})
-        migrate = GatherExpertDomain(domains, CODECS[name])
-        losses, last = results[name, seed] = train(config, mesh, migrate, corpus, given.upcycled)
+        config = updated(base, {"steps": given.steps, "seed": seed})
+        system = plain(Buffers(2.0)).replace(migrate=GatherExpertDomain(domains, CODECS[name]))
+        programs = make_programs(config, mesh, system)
+        losses, last = results[name, seed] = train_from(programs.init(), programs, config, mesh, corpus)
         print(f"{name}, seed {seed}: {losses[-1]:.4f}, validation {last:.4f}", flush=True)
-    tables = {"codecs": table(results, given.codecs, list(range(given.seeds)))}
-    if given.plot:
-        plot(results, given.codecs, given.plot)
-    return tables
+    return {"codecs": table(results, given.codecs, list(range(given.seeds)))}

@@ -220,20 +220,6 @@ def layers(fit: Fit, loads: dict[int, np.ndarray]) -> tuple[list[Comparison], re
     return [times, products], results.Table(columns, rows, "Ours: ms of an MoE layer")
 
 
-def sensitivity(fits: list[Fit], number: int, seed: int) -> Comparison:
-    """Return the sensitivity of FEPLB's forward time on 8 ranks."""
-    table = Comparison("sensitivity", "8 ranks, FEPLB, ms forward, under other assumptions")
-    best, known = fits[0], LAYER_MS[8]["FEPLB"][0]
-    for rate in (180, 360, 450):
-        machine, given = best.cluster(8, rate * 1e9), best.loads(number, seed)[8]
-        report = simulate(SYSTEMS["FEPLB"], best.model(number), machine, given, step=STEP)
-        table.add(f"NVLink at {rate} GB/s, fitted at 360", layer_ms(report, number)[0], known)
-    for fit in fits:
-        found = layer_ms(run(fit, SYSTEMS["FEPLB"], fit.loads(number, seed)[8]), number)[0]
-        table.add(f"{fit.copies} copies, fitted with a residual of {fit.residual:.2f}", found, known)
-    return table
-
-
 def held_out(fit: Fit, number: int, seed: int) -> results.Table:
     """Return predictions for 16 ranks of one NVLink domain, on which neither the rule nor a number was selected."""
     widths = [width_of(case, seed, number, fit.copies) for case in CASES]
@@ -262,5 +248,4 @@ def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     tables, ours = layers(fits[0], fits[0].loads(given.number, given.seed))
     tables.append(overhead(fits[0], fits[0].loads(given.number, given.seed)[8]))
     tables += stragglers(fits[0], 2000, given.seed)
-    tables.append(sensitivity(fits, given.number, given.seed))
     return tables_of(tables) | {"ours": ours, "held_out": held_out(fits[0], HELD_OUT_MICROBATCHES, given.seed)}

@@ -1,7 +1,7 @@
 """The simulator against real networks: measured and simulated seconds and bytes of every point.
 
-It reads the table `measured` of two benchmarks in
-`benchmarks/results/`. No value is fitted: the link rate is the shaper's rate minus headers.
+It reads the table `measured` of two benchmarks in `benchmarks/results/`. No value is fitted: the link rate is the
+shaper's rate minus headers.
 
 - `network_hybridep.json`, of `benchmarks.network.hybridep`: one MoE layer between two processes on a shaped link.
   The time besides the link is the time of the same program without a rate limit, given in the file; simulated experts
@@ -11,7 +11,7 @@ It reads the table `measured` of two benchmarks in
 """
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -69,8 +69,6 @@ def simulated(row: Row, rate: float = 1.0) -> Report:
 class Point:
     """One measured row with its simulation."""
 
-    row: tuple[float, float, float]
-    column: str
     encoded: bool
     measured_s: float
     simulated_s: float
@@ -90,10 +88,8 @@ class Point:
 
 def point_of(row: Row) -> Point:
     """Return the measured and simulated point of a row."""
-    report, sizes = simulated(row), (row["dc"], row["gpu"])
+    report = simulated(row)
     return Point(
-        row=(row["wan_bits_per_s"] / 1e6, row["token_bytes"] / 1e6, row["expert_bytes"] / 1e6),
-        column=" x ".join(map(str, sizes)) + (f", CR {row['ratio']:.0f}" if sizes != (1, 1) else ""),
         encoded=row["ratio"] > 1,
         measured_s=row["measured_s"],
         simulated_s=report.step_s + row["unlimited_s"],
@@ -102,18 +98,7 @@ def point_of(row: Row) -> Point:
     )
 
 
-SECONDS_OFF, BYTES_OFF = OFF = attrgetter("seconds_off"), attrgetter("bytes_off")
-
-
-def matrix(title: str, points: list[Point], off: Callable[[Point], float]) -> Table:
-    """Return the deviations of all points in percent."""
-    columns = list(dict.fromkeys(point.column for point in points))
-    rows: list[list[Value]] = []
-    for row in dict.fromkeys(point.row for point in points):
-        cells = {point.column: off(point) for point in points if point.row == row}
-        rows.append([*row, *(cells[column] for column in columns)])
-    first = {"Mbit/s": ".0f", "tokens MB": ".2f", "experts MB": ".2f"}
-    return Table(first | dict.fromkeys(columns, "+.0f"), rows, title)
+OFF = attrgetter("seconds_off"), attrgetter("bytes_off")
 
 
 def summary(points: list[Point]) -> Table:
@@ -186,16 +171,11 @@ def tables(results: Path) -> dict[str, Table]:
     points = [point_of(row) for row in measured(results, "network_hybridep")]
     by_rail = rail_points(measured(results, "network_rails"))
     return {
-        "seconds": matrix("Simulated less measured seconds, %", points, SECONDS_OFF),
-        "bytes": matrix("Simulated less counted bytes, %", points, BYTES_OFF),
         "summary": summary(points),
         "rails": rail_table(by_rail),
     }
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--results", type=Path, default=RESULTS, help="Folder with both result files.")
-
-
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
-    return tables(given.results)
+    del given
+    return tables(RESULTS)

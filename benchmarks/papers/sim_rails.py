@@ -200,14 +200,12 @@ def spread(values: np.ndarray, scale: float) -> list[float]:
     return [float(scale * x) for x in (values.mean(), values.min(), values.max())]
 
 
-def times(title: str, cases: dict[str, Results], floor: bool = False) -> Table:
-    """Return completion times of all ways, optionally with the lower bound."""
-    ways = list(next(iter(cases.values())).seconds)
-    rows: list[list[Value]] = []
-    for name, results in cases.items():
-        first = [spread(results.floor_s, 1e3)] if floor else []
-        rows.append([name, *first, *(spread(results.seconds[way], 1e3) for way in ways)])
-    columns = {"traffic": ""} | dict.fromkeys((*(["floor"] if floor else []), *ways), ".2f")
+def times(title: str, cases: dict[str, Results]) -> Table:
+    """Return completion times of all ways."""
+    rows: list[list[Value]] = [
+        [name, *(spread(seconds, 1e3) for seconds in results.seconds.values())] for name, results in cases.items()
+    ]
+    columns = {"traffic": ""} | dict.fromkeys(next(iter(cases.values())).seconds, ".2f")
     return Table(columns, rows, f"{title}: completion time, ms; mean and range of the seeds")
 
 
@@ -284,13 +282,10 @@ def measure(domains: list[int], seeds: int) -> dict[str, Table]:
     middle = 8
     one = TRAFFIC["sparsity 0.8"]
     found = {d: {name: run(draw, spines, fabric_of(d), seeds) for name, draw in TRAFFIC.items()} for d in domains}
-    tables = {}
-    for num_nodes, all_results in found.items():
-        tables[f"times_{num_nodes}"] = times(f"{num_nodes} domains", all_results, floor=True)
-        tables[f"changes_{num_nodes}"] = changes(num_nodes, all_results)
     by_ways = {name: run(TRAFFIC[name], rails, fabric_of(middle), seeds) for name in BY_RAIL}
     narrow = {f"{k}:1": run(one, spines, fabric_of(middle, k), seeds) for k in (1, 2, 4)}
-    return tables | {
+    return {
+        f"changes_{middle}": changes(middle, found[middle]),
         "published": published(found),
         "by_rail": times("8 domains, transports that choose the rail", by_ways),
         "over_subscribed": times("8 domains, sparsity 0.8, spine links over-subscribed by", narrow),

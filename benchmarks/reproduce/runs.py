@@ -100,11 +100,7 @@ CODECS = ("ratio 50, remembered", "ratio 50, shared")
 RUNS = (
     Run("papers.ultraep", quick=("--tokens", "512")),
     Run("papers.feplb", quick=("--number", "200")),
-    Run(
-        "papers.feplb_readings",
-        quick=("--number", "20"),
-        unread=("fastermoe", "best", "best_without_tau", "points_zipf_16384", "points_zipf_32768"),
-    ),
+    Run("papers.feplb_readings", quick=("--number", "20")),
     *(
         Run("plans.plans", (command,), (command, "--quick"), result=f"plans_{command}")
         for command in ("families", "balancers", "planners", "settings")
@@ -121,11 +117,7 @@ RUNS = (
     Run("compiled.sim_gpu"),
     Run("papers.sim_networks", quick=()),
     Run("plans.stale_plans"),
-    Run(
-        "papers.sim_rails",
-        quick=("--domains", "4", "--seeds", "1"),
-        unread=("times_4", "times_16"),
-    ),
+    Run("papers.sim_rails", quick=("--domains", "8", "--seeds", "1")),
     Run("papers.sim_rails", ("--iteration",), ("--iteration", "--seeds", "1"), result="sim_rails_iteration"),
     Run("plans.relocation", ("--loads", "DIR", "--groups", "8"), None, _loads),
     Run("plans.break_even", ("--plot", "docs/how-to/break_even.png"), ("--quick",)),
@@ -134,12 +126,6 @@ RUNS = (
     Run("layer.systems"),
     Run("training.losses", aside=LONG),
     Run("papers.codec", ("--steps", "200"), aside=LONG),
-    Run(
-        "papers.codec",
-        ("--steps", "200", "--upcycled", "--codecs", "ratio 1", *CODECS),
-        result="codec_upcycled",
-        aside=LONG,
-    ),
     Run(
         "papers.codec",
         ("--steps", "800", "--seeds", "2", "--codecs", "ratio 1", *CODECS),
