@@ -8,7 +8,7 @@ Requires the GPU compiler: the extra `cuda`, as installed by `ci/accelerators.sh
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -160,11 +160,6 @@ def compiled_gb(path: Path) -> dict[str, float]:
     return {row[0]: row[list(table.columns).index("compiled GB")] for row in table.rows}
 
 
-def parts(case: Case) -> list[Any]:
-    """Return a row of the prediction by part."""
-    return [case.name, *(number / 1e9 for number in asdict(case.predicted()).values())]
-
-
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compiled", type=Path, metavar="FILE", help="Earlier results; their programs are skipped.")
 
@@ -180,8 +175,4 @@ def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
         print(rows[-1], flush=True)
     columns = {"GB": ".2f", "compiled GB": ".2f", "deviation": "+.1%"}
     beside = {"beside GB": ".2f", "compiled beside GB": ".2f", "beside deviation": "+.1%"}
-    names = {field.name.replace("_", " "): ".2f" for field in fields(Memory)}
-    return {
-        "compared": Table({"layers": "", "target": "", **columns, **beside}, rows),
-        "parts_gb": Table({"layers": "", **names}, [parts(case) for case in CASES]),
-    }
+    return {"compared": Table({"layers": "", "target": "", **columns, **beside}, rows)}

@@ -1,44 +1,82 @@
-"""Estimated step of one layer per system, target and skew: total, exposed communication and shares of stages.
+"""Estimated steps of one layer: by system, target and skew; by options; and on TPUs by form, with their memory.
 
 Programs are compiled for absent GPUs and TPUs, and their times are estimated from the compiled program
-(`jax_moe_lb/aot/timeline.py`); nothing runs. One compilation serves all skews, since only the plan differs. Column
-"before" prices the same schedule with the lists of exchanges that the library had until commit 7df7308: one update per
-slot of each peer, and whole experts as rows. It is priced, not compiled.
+(`jax_moe_lb/aot/timeline.py`); nothing runs. One compilation serves all skews, since only the plan differs. Options and
+forms are those of `exact` at Zipf 1.0.
 
 Requires the compilers: the extras `cuda` and `tpu`, as installed by `ci/accelerators.sh` into `.venv-accelerators`.
 """
 
 import argparse
+import hashlib
 import multiprocessing
 import pickle
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
-from itertools import repeat
+from itertools import product, repeat
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
 
 from benchmarks.layer.dispatches import sending_copies
 from benchmarks.render.results import Table, Value
+from jax_moe_lb import Buffers, ExpertConfig, MoE, Precision, System, TopK, exact
 from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_layer, quiet_stderr, use_no_accelerators
-from jax_moe_lb.aot.load import LayerLoad, counts_of
-from jax_moe_lb.aot.schedule import Kind, ScheduledOperation
-from jax_moe_lb.aot.timeline import Timeline, timeline
+from jax_moe_lb.aot.compiler_options import LATENCY_HIDING
+from jax_moe_lb.aot.layer_program import LayerProgram
+from jax_moe_lb.aot.load import DEFAULT_LOAD, LayerLoad, counts_of
+from jax_moe_lb.aot.timeline import Timeline
 from jax_moe_lb.layer.systems import system_named
-
-T = TypeVar("T")
+from jax_moe_lb.transport import Saved
 
 SIZES = LayerSizes()
-SKEWS = ("uniform", "zipf:0.5", "zipf:1.0", "zipf:1.2")
-PROGRAMS = (
-    *(("h100:1x8", system) for system in ("plain", "exact", "ultraep", "feplb")),
-    *(("h100:2x8", system) for system in ("plain", "exact", "ultraep", "feplb")),
-    *((target, system) for target in ("b200:1x8", "v5e:2x4") for system in ("plain", "exact")),
-)
-"""Targets and systems, all with gradients and with a loop for overflow rounds."""
+Key = tuple[str, str]
+"""A target, and a system, form or options."""
 
-TARGETS = tuple(dict.fromkeys(target for target, _ in PROGRAMS))
+
+def compiled(target: str, system: System, folder: Path, **options: Any) -> ProgramReport:
+    """Return the report of a program with gradients, from the folder if it is there."""
+    name = f"{target}, {system}, {options}"
+    path = folder / f"{target.replace(':', '_')}_{hashlib.sha256(name.encode()).hexdigest()[:12]}.pickle"
+    if path.exists():
+        return pickle.loads(path.read_bytes())
+    with quiet_stderr():
+        report = compile_layer(system, Target.parse(target), SIZES, gradients=True, **options)
+    path.write_bytes(pickle.dumps(report))
+    return report
+
+
+def load_of(target: str, system: System, skew: str = DEFAULT_LOAD) -> LayerLoad:
+    """Return the load of the layer."""
+    topology = Target.parse(target).topology()
+    return LayerLoad.of(system, SIZES, topology, counts_of(skew, SIZES, topology.num_ranks), skew)
+
+
+def each(task: Callable[[Key, Path], Any], keys: Iterable[Key], given: argparse.Namespace) -> list[Any]:
+    """Return `task(key, folder)` of all programs, in a process for each."""
+    # Kernel compilers keep the architecture of the first program in a process and reject others.
+    context = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        ProcessPoolExecutor(given.processes, context, use_no_accelerators, max_tasks_per_child=1) as pool,
+    ):
+        folder = given.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        return list(pool.map(task, keys, repeat(folder)))
+
+
+# ---- systems and skews ----------------------------------------------------------------
+
+SKEWS = ("uniform", "zipf:0.5", "zipf:1.0", "zipf:1.2")
+SYSTEMS: tuple[Key, ...] = (
+    *product(("h100:1x8", "h100:2x8"), ("plain", "exact", "ultraep", "feplb")),
+    *product(("b200:1x8", "v5e:2x4"), ("plain", "exact")),
+)
+"""Targets and systems, with a loop for overflow rounds."""
 
 PARTS = {
     "experts %": ("experts",),
@@ -49,103 +87,132 @@ PARTS = {
 }
 """Stages of each column, forward and backward; the rest is not listed."""
 
-COLUMNS = {
-    "target": "",
-    "system": "",
-    "load": "",
-    "rounds": "d",
-    "step ms": ".2f",
-    "exposed ms": ".2f",
-    **dict.fromkeys(PARTS, ".0f"),
-    "before: step ms": ".2f",
-    "before: exposed ms": ".2f",
-}
 
-
-def before(schedule: tuple[ScheduledOperation, ...], load: LayerLoad) -> tuple[ScheduledOperation, ...]:
-    """Return a schedule whose exchanges have one update per slot and unsplit rows, as before the one-shot lists."""
-    home, slots = load.plan.num_home, load.replicas.shape[2]
-
-    def old(one: ScheduledOperation) -> ScheduledOperation:
-        shape = one.exchange
-        body = tuple(map(old, one.body))
-        if one.kind is not Kind.EXCHANGE or shape is None or shape.num_ranks != load.plan.num_ranks:
-            return replace(one, body=body)
-        if one.stage.endswith("replicate"):
-            is_fetch = shape.nbytes * slots == shape.result_bytes * home
-            shape = replace(shape, updates=slots, operand_rows=home if is_fetch else slots)
-        else:
-            shape = replace(shape, updates=load.waves[0].shape[2])
-        return replace(one, exchange=shape)
-
-    return tuple(map(old, schedule))
-
-
-def row(target: Target, system_name: str, report: ProgramReport, skew: str) -> list[Value]:
-    """Return one row of the table."""
-    topology = target.topology()
-    counts = counts_of(skew, SIZES, topology.num_ranks)
-    load = LayerLoad.of(sending_copies(system_named(system_name)), SIZES, topology, counts, skew)
-    now, then = report.timeline(load), timeline(before(report.schedule, load), target, load)
-    is_gpu = target.platform == "cuda"
-    # TPUs had the same lists.
-    earlier = [then.total_s * 1e3, then.exposed_s * 1e3] if is_gpu else [None, None]
-    first = [f"`{target.name}`", system_name, skew, load.rounds, now.total_s * 1e3, now.exposed_s * 1e3]
-    return [*first, *_shares(now), *earlier]
-
-
-def _shares(found: Timeline) -> Iterator[float]:
-    stages = found.stages()
-    for names in PARTS.values():
-        seconds = sum(value for stage, value in stages.items() if stage.removeprefix("backward/") in names)
-        yield 100 * seconds / found.total_s
-
-
-def compiled(program: tuple[str, str], folder: Path) -> ProgramReport:
-    """Return the report of a program, from the folder if it is there."""
-    name, system_name = program
-    path = folder / f"{name.replace(':', '_')}_{system_name}.pickle"
-    if path.exists():
-        return pickle.loads(path.read_bytes())
-    with quiet_stderr():
-        report = compile_layer(sending_copies(system_named(system_name)), Target.parse(name), SIZES, gradients=True)
-    path.write_bytes(pickle.dumps(report))
-    return report
-
-
-def rows_of(program: tuple[str, str], folder: Path) -> list[list[Value]]:
+def rows_of_system(key: Key, folder: Path) -> list[list[Value]]:
     """Return the rows of a program, one per skew."""
-    name, system_name = program
-    report = compiled(program, folder)
-    return [row(Target.parse(name), system_name, report, skew) for skew in SKEWS]
+    target, system = key[0], sending_copies(system_named(key[1]))
+    report, rows = compiled(target, system, folder), list[list[Value]]()
+    for skew in SKEWS:
+        load = load_of(target, system, skew)
+        found = report.timeline(load)
+        times = found.total_s * 1e3, found.exposed_s * 1e3
+        rows.append([f"`{target}`", key[1], skew, load.rounds, *times, *shares(found)])
+    return rows
 
 
-def each(task: Callable[..., T], programs: Iterable[Any], keep: Path | None, processes: int = 1) -> list[T]:
-    """Return `task(program, folder)` of all programs, in a process for each."""
-    # Kernel compilers keep the architecture of the first program in a process and reject others.
-    context = multiprocessing.get_context("spawn")
-    with (
-        tempfile.TemporaryDirectory() as temporary,
-        ProcessPoolExecutor(processes, context, use_no_accelerators, max_tasks_per_child=1) as pool,
-    ):
-        folder = keep or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        return list(pool.map(task, programs, repeat(folder)))
+def shares(found: Timeline) -> list[float]:
+    """Return the percentages of `PARTS`."""
+    stages = found.stages().items()
+    return [
+        100 * sum(seconds for stage, seconds in stages if stage.removeprefix("backward/") in names) / found.total_s
+        for names in PARTS.values()
+    ]
 
 
-def keep_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--keep`."""
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="Folder of compiled programs, kept and read again.")
+def of_systems(given: argparse.Namespace) -> Table:
+    """Return the steps of all systems."""
+    columns = {"target": "", "system": "", "load": "", "rounds": "d", "step ms": ".2f", "exposed ms": ".2f"}
+    rows = [row for rows in each(rows_of_system, SYSTEMS, given) for row in rows]
+    title = "Step of a layer, forward and gradients, estimated from the compiled program"
+    return Table(columns | dict.fromkeys(PARTS, ".0f"), rows, title)
+
+
+# ---- options --------------------------------------------------------------------------
+
+DIRECT, SAVED = exact(dispatch="direct"), Saved(rows=True, replicas=True)
+OPTIONS: dict[str, tuple[System, bool]] = {
+    "none": (DIRECT, False),
+    "latency hiding": (DIRECT, True),
+    "latency hiding, 2 chunks, saved rows and replicas": (DIRECT.replace(buffers=Buffers(chunks=2), saved=SAVED), True),
+}
+"""System of each row, and whether the latency-hiding scheduler is on."""
+
+TERMS = {
+    "tokens, forward": ("dispatch", "combine"),
+    "tokens, backward": ("backward/dispatch", "backward/combine"),
+    "replicas": ("replicate", "backward/replicate"),
+}
+"""Stages of each term of exposed communication; the rest is "others": counts, addresses and all-reduces."""
+
+
+def row_of_options(key: Key, folder: Path) -> list[Value]:
+    """Return the row of a program."""
+    target, (system, hides) = key[0], OPTIONS[key[1]]
+    program = compiled(target, system, folder, fused=True, options={LATENCY_HIDING: hides})
+    found = program.timeline(load_of(target, system))
+    terms = dict.fromkeys((*TERMS, "others"), 0.0)
+    for span in found.compute:
+        if span.is_communication:
+            terms[next((term for term, stages in TERMS.items() if span.stage in stages), "others")] += span.seconds
+    times = found.total_s, found.exposed_s, *terms.values(), found.hidden_s
+    return [key[1], program.temp_bytes / 1e6, *(1e3 * seconds for seconds in times)]
+
+
+def of_options(given: argparse.Namespace) -> Table:
+    """Return the steps of `exact` by options of XLA and of the layer, with the terms of exposed communication."""
+    columns = {"options": "", "temporary MB": ".0f"}
+    columns |= dict.fromkeys(("step ms", "exposed ms", *TERMS, "others", "hidden ms"), ".2f")
+    title = "`exact` with fused gates on `h100:1x8`, forward and gradients, estimated from the compiled program"
+    return Table(columns, each(row_of_options, product(("h100:1x8",), OPTIONS), given), title)
+
+
+# ---- TPUs -----------------------------------------------------------------------------
+
+TPUS = ("v5e:2x4", "v6e:2x4", "v5p:2x2x2")
+ONCE, CHUNKED = exact(max_rounds=1, dispatch="once"), exact(buffers=Buffers(max_rounds=1, chunks=2))
+FORMS = {
+    "once": ONCE,
+    "once, saved rows and replicas": ONCE.replace(saved=SAVED),
+    "direct": exact(max_rounds=1, dispatch="direct"),
+    "direct, two chunks": CHUNKED,
+    "direct, two chunks, saved rows and replicas": CHUNKED.replace(saved=SAVED),
+}
+"""System of each form. The rule chooses `Once` on v5e, and `Direct` in two chunks on v6e and v5p."""
+
+
+def residual_bytes(target: Target, system: System) -> int:
+    """Return the bytes that a layer saves for its backward pass on one device."""
+    with quiet_stderr():
+        mesh = target.mesh()
+
+    def make() -> MoE:
+        router, experts, precision = TopK(SIZES.per_token), ExpertConfig(SIZES.inner), Precision(None, jnp.bfloat16)
+        sizes = (SIZES.hidden, SIZES.experts)
+        return MoE(*sizes, router, mesh=mesh, system=system, experts=experts, precision=precision, rngs=nnx.Rngs(0))
+
+    x = jax.ShapeDtypeStruct((mesh.size * SIZES.tokens, SIZES.hidden), jnp.bfloat16)
+    layer = nnx.eval_shape(make)
+    return LayerProgram(layer, x, DEFAULT_LOAD).residual_bytes(layer.system)
+
+
+def row_of_form(key: Key, folder: Path) -> list[Value]:
+    """Return the row of a program."""
+    target, system = key[0], FORMS[key[1]]
+    found = compiled(target, system, folder)
+    timeline = found.timeline(load_of(target, system))
+    bounds = timeline.bounds()
+    memory = found.temp_bytes / 1e6, found.peak_bytes / 1e6, residual_bytes(Target.parse(target), system) / 1e6
+    times = timeline.total_s, timeline.exposed_s, *(bounds.get(name, 0.0) for name in ("HBM", "rows", "FLOPs"))
+    return [f"`{target}`", key[1], *memory, *(1e3 * seconds for seconds in times)]
+
+
+def of_tpus(given: argparse.Namespace) -> Table:
+    """Return the steps of `exact` in one round on TPUs."""
+    memory = ("temporaries MB", "at the peak MB", "residuals of a layer MB")
+    times = ("step ms", "exposed ms", "memory-bound ms", "rows ms", "FLOPs-bound ms")
+    columns = {"target": "", "form": ""} | dict.fromkeys(memory, ".0f") | dict.fromkeys(times, ".2f")
+    title = "`exact` in one round on TPUs, forward and gradients, estimated from the compiled program"
+    return Table(columns, each(row_of_form, product(TPUS, FORMS), given), title)
+
+
+TABLES = {"steps": of_systems, "options": of_options, "forms": of_tpus}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--processes", type=int, default=2, help="Parallel compilations.")
-    parser.add_argument("--targets", nargs="+", default=TARGETS, choices=TARGETS, help="Targets to compile for.")
-    keep_option(parser)
+    parser.add_argument("table", choices=TABLES, help="Table of systems, of options, or of forms on TPUs.")
+    parser.add_argument("--processes", type=int, default=1, help="Parallel compilations.")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="Folder of compiled programs, kept and read again.")
 
 
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
-    programs = [program for program in PROGRAMS if program[0] in given.targets]
-    found = [row for rows in each(rows_of, programs, given.keep, given.processes) for row in rows]
-    title = "Step of a layer, forward and gradients, estimated from the compiled program"
-    return {"steps": Table(COLUMNS, found, title)}
+    return {given.table: TABLES[given.table](given)}

@@ -142,10 +142,9 @@ RUNS = (
     Run("training.published", quick=()),
     Run("training.loading", ("--layers", "4")),
     Run("compiled.memory_model", refusal=_compilers),
-    Run("compiled.timeline", refusal=_compilers),
-    Run("compiled.timeline_options", refusal=_compilers),
-    Run("compiled.timeline_tpu", refusal=_compilers),
-    Run("compiled.timeline_simulator", refusal=_compilers),
+    Run("compiled.timeline", ("steps",), refusal=_compilers),
+    Run("compiled.timeline", ("options",), refusal=_compilers, result="timeline_options"),
+    Run("compiled.timeline", ("forms",), refusal=_compilers, result="timeline_tpu"),
     Run("reliability.files", ("--number", "100000"), ()),
     Run(
         "reliability.files",
