@@ -174,12 +174,9 @@ def read(path: Path) -> dict[str, Record]:
     return records
 
 
-def merge(source: Path, target: Path, unread: Sequence[str] = ()) -> None:
+def merge(source: Path, target: Path) -> None:
     """Move the runs of a file into another, created if missing, and remove the file."""
-    runs = _runs(source)
-    for run in runs.values():
-        run["tables"] = {name: table for name, table in run["tables"].items() if name not in unread}
-    _write(_runs(target) | runs, target)
+    _write(_runs(target) | _runs(source), target)
     source.unlink()
 
 

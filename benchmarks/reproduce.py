@@ -7,26 +7,100 @@
     make reproduce ARGS="--minutes 600"           # without leaving out what does not end in 40 minutes
     python -m benchmarks.reproduce --only ultraep rails
 
-Unavailable benchmarks are listed with the reason; their last results keep their date. A bar shows the progress and an
-estimate of the time left, from the times of earlier runs in `seconds.json` here. `--list` prints these times.
+Unavailable benchmarks are listed with the reason; their last results keep their date. The time left is estimated from
+the times of earlier runs in `seconds.json` here. `--list` prints these times.
 """
 
 import argparse
 import importlib.util
+import json
 import math
 import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.network import sandbox
 from benchmarks.render.documents import RESULTS, ROOT, write_documents
 from benchmarks.render.html_report import write_report
-from benchmarks.render.results import merge
-from benchmarks.reproduce.progress import Pace, Seconds, shown_progress
+from benchmarks.render.results import Table, Value, merge
+
+# ---- times ----------------------------------------------------------------------------
+
+FILE = Path(__file__).parent / "seconds.json"
+"""Times of the last run of each benchmark, by size."""
+
+UNKNOWN_S = 60.0
+"""Estimate for a benchmark without an earlier run."""
+
+
+class Seconds(NamedTuple):
+    """Times of one run."""
+
+    wall: float
+    cpu: float
+
+
+@dataclass
+class Pace:
+    """Times of the benchmarks of this run, estimated from earlier runs."""
+
+    size: str
+    names: Sequence[str]
+    file: Path = FILE
+    known: dict[str, Seconds] = field(init=False)
+    ended: dict[str, float] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        found = json.loads(self.file.read_text()) if self.file.exists() else {}
+        self.known = {name: Seconds(*times) for name, times in found.get(self.size, {}).items()}
+
+    def expected_s(self, name: str) -> float:
+        """Return the time of the last run, without its waits for a busy machine, in seconds."""
+        return min(self.known[name]) if name in self.known else UNKNOWN_S
+
+    @property
+    def slowdown(self) -> float:
+        """Time of the ended benchmarks over that of their last runs; 1 before the first end."""
+        before = math.fsum(self.expected_s(name) for name in self.ended)
+        return math.fsum(self.ended.values()) / before if before else 1.0
+
+    def left_s(self) -> float:
+        """Estimate the time left at the pace of this run, in seconds."""
+        return math.fsum(self.expected_s(name) for name in self.names if name not in self.ended) * self.slowdown
+
+    def leave_out(self, name: str) -> None:
+        """Remove a benchmark from this run."""
+        self.names = [other for other in self.names if other != name]
+
+    def end(self, name: str, seconds: Seconds | None) -> None:
+        """Note the end of a benchmark, and its times for later runs if it succeeded."""
+        self.ended[name] = self.expected_s(name) if seconds is None else seconds.wall
+        if seconds is None:
+            return
+        found = json.loads(self.file.read_text()) if self.file.exists() else {}
+        found[self.size] = dict(sorted((found.get(self.size, {}) | {name: list(seconds)}).items()))
+        lines = ",\n".join(
+            f' "{size}": {{\n' + ",\n".join(f'  "{run}": {json.dumps(times)}' for run, times in of.items()) + "\n }"
+            for size, of in found.items()
+        )
+        self.file.write_text(f"{{\n{lines}\n}}\n")
+
+    def table(self) -> Table:
+        """Return the times of the last runs, and their sum."""
+        known = [(name, self.known[name]) for name in self.names if name in self.known]
+        rows: list[list[Value]] = [[name, *seconds] for name, seconds in known]
+        sums = [math.fsum(times) for times in zip(*(seconds for _, seconds in known), strict=True)] or [0.0, 0.0]
+        unknown = ", ".join(name for name in self.names if name not in self.known)
+        notes = [f"Never timed: {unknown}."] if unknown else []
+        return Table({"benchmark": "", "wall s": ".0f", "CPU s": ".0f"}, [*rows, ["all of these", *sums]], notes=notes)
+
+
+# ---- runs -----------------------------------------------------------------------------
 
 LIMIT_S = 3600
 """Default time limit of a benchmark in seconds."""
@@ -62,7 +136,6 @@ class Run:
     refusal: Refusal = field(default=lambda given: None)
     result: str = ""
     aside: str = ""
-    unread: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -122,7 +195,7 @@ RUNS = (
     Run("plans.relocation", ("--loads", "DIR", "--groups", "8"), None, _loads),
     Run("plans.break_even", ("--plot", "docs/how-to/break_even.png"), ("--quick",)),
     Run("papers.sim_once"),
-    Run("layer.memory", quick=(), unread=("peak_plain",)),
+    Run("layer.memory", quick=()),
     Run("layer.systems"),
     Run("training.losses", aside=LONG),
     Run("papers.codec", ("--steps", "200"), aside=LONG),
@@ -163,14 +236,7 @@ RUNS = (
         for name in ("calls", "interrupts", "kills", "writers", "process_kills", "training_kills", "stalls")
     ),
     Run("network.hybridep", refusal=_network, aside=MEASURED),
-    Run(
-        "network.hybridep",
-        ("--near",),
-        refusal=_network,
-        result="network_hybridep_near",
-        aside=MEASURED,
-        unread=("measured",),
-    ),
+    Run("network.hybridep", ("--near",), refusal=_network, result="network_hybridep_near", aside=MEASURED),
     Run("network.once", refusal=_network, aside=MEASURED),
     Run("network.rails", refusal=_network, aside=MEASURED),
     Run(
@@ -184,32 +250,22 @@ RUNS = (
 )
 
 
-def run(one: Run, given: argparse.Namespace, folder: Path, tick: Callable[[float], None]) -> tuple[str, Seconds | None]:
+def run(one: Run, given: argparse.Namespace, folder: Path) -> tuple[str, Seconds | None]:
     """Run a benchmark and return its status, and its times if it succeeded; results are replaced only then."""
     log, found = folder / "logs" / f"{one.name}.log", folder / "logs" / f"{one.name}.json"
     found.unlink(missing_ok=True)
     start_s, start_cpu_s = time.monotonic(), _cpu_s()
     with log.open("w") as file:
         command = [*one.command(given), "--out", str(found)]
-        code = _exit_code(subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file), tick)
+        try:
+            code = subprocess.run(command, cwd=ROOT, stdout=file, stderr=file, timeout=LIMIT_S, check=False).returncode
+        except subprocess.TimeoutExpired:
+            code = -1
     seconds = Seconds(round(time.monotonic() - start_s, 1), round(_cpu_s() - start_cpu_s, 1))
     if code:
         return f"FAILED with {code} after {seconds.wall:.0f} s: {log}", None
-    merge(found, (folder if given.quick else RESULTS) / f"{one.file}.json", one.unread)
+    merge(found, (folder if given.quick else RESULTS) / f"{one.file}.json")
     return f"{seconds.wall:.0f} s", seconds
-
-
-def _exit_code(process: subprocess.Popen, tick: Callable[[float], None]) -> int:
-    start_s = time.monotonic()
-    try:
-        while (elapsed_s := time.monotonic() - start_s) < LIMIT_S:
-            try:
-                return process.wait(1.0)
-            except subprocess.TimeoutExpired:
-                tick(elapsed_s)
-        return -1
-    finally:
-        process.kill()
 
 
 def _cpu_s() -> float:
@@ -245,17 +301,22 @@ def main() -> None:
         return
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     end_s = math.inf if given.only else time.monotonic() + 60 * given.minutes
-    with shown_progress(pace) as progress:
-        for one in chosen:
-            if one.name in ended:
-                continue
-            if pace.will_take_s(one.name) > end_s - time.monotonic():
-                ended[one.name] = f"left out: it would end after {given.minutes:.0f} minutes; --minutes allows more"
-                progress.leave_out(one.name, ended[one.name])
-                continue
-            ended[one.name], seconds = run(one, given, folder, progress.during(one.name))
-            progress.end(one.name, ended[one.name], seconds)
+    for one in chosen:
+        if one.name in ended:
+            continue
+        seconds = None
+        if pace.expected_s(one.name) * pace.slowdown > end_s - time.monotonic():
+            ended[one.name] = f"left out: it would end after {given.minutes:.0f} minutes; --minutes allows more"
+            pace.leave_out(one.name)
+        else:
+            ended[one.name], seconds = run(one, given, folder)
+            pace.end(one.name, seconds)
+        print(f"{one.name}: {ended[one.name]}; {math.ceil(pace.left_s() / 60)} min left", flush=True)
     if not given.quick:
         write_documents()
     print(write_report(folder if given.quick else RESULTS, folder / "report.html", ended))
     sys.exit(any(how.startswith("FAILED") for how in ended.values()))
+
+
+if __name__ == "__main__":
+    main()

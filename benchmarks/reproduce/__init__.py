@@ -1,1 +1,0 @@
-"""Run every benchmark; see `runs`."""
