@@ -14,7 +14,6 @@ from benchmarks.gpu import (
     processes,
     products,
     rank_kernels,
-    step_cases,
     steps,
     tiles,
     times,
@@ -193,7 +192,7 @@ STEPS = tuple(
         "docs/results/timeline.md",
         steps.step_holds(name),
     )
-    for name, case in step_cases.CASES.items()
+    for name, case in steps.CASES.items()
 )
 
 PARTS = {

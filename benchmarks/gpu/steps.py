@@ -1,50 +1,138 @@
 """Checks of training steps of published models at reduced depth: time, memory and losses against their estimates."""
 
+import json
 import math
+import tempfile
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jax.stages import Compiled
+from jax.stages import Compiled, Lowered
 
-from benchmarks.gpu.compiled import MEMORY_WITHIN, WITHOUT_GRAPHS
-from benchmarks.gpu.device import gpu_kind, kernel_seconds
+from benchmarks.gpu.compiled import MEMORY_WITHIN
+from benchmarks.gpu.device import gpu_kind
 from benchmarks.gpu.findings import Check, Finding, Scale
-from benchmarks.gpu.step_cases import (
-    CASES,
-    OUTSIDE,
-    TINY,
-    StepCase,
-    Work,
-    classes_of,
-    compile_step,
-    seconds_by_class,
-    spans_of,
-    works_of,
-)
 from benchmarks.render.results import Table, Value
-from jax_moe_lb.aot import ProgramReport, Target
+from jax_moe_lb.aot import ProgramReport, Target, compiler_options
+from jax_moe_lb.aot.compile import read_report
+from models.architectures.config_json import Fields
+from models.architectures.published import PUBLISHED
+from models.architectures.registry import configured
+from models.config import BatchConfig, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from models.decoder.config import DecoderConfig
+from models.dry_run.step import decoder_flops_per_token
+from models.mesh import batch_sharding, make_system, mesh_from
+from models.training.step import Programs, make_programs
 
 TIME_WITHIN = 1.25
 """Largest ratio of estimated and measured time of a step, in either direction."""
 
-MOST_OPERATIONS = 100
-"""Rows of single operations."""
+COLUMNS = {"what": "", "unit": "", "estimated": ".4g", "measured": ".4g", "measured / estimated": ".2f"}
 
-COLUMNS = {
-    "what": "",
-    "name": "",
-    "unit": "",
-    "estimated": ".4g",
-    "measured": ".4g",
-    "measured / estimated": ".2f",
-    "GB": ".4g",
-    "GFLOP": ".4g",
+STEPS = 40
+"""Steps of the learning rate schedule, more than a check runs."""
+
+SKEW = 4
+"""Power of uniform random numbers in the synthetic tokens: a quarter of the tokens is from a 256th of the words."""
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """Training step of a published model on one device."""
+
+    model: str
+    layers: int
+    batch: int
+    length: int = 4096
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    param_dtype: str = "float32"
+
+    def __str__(self) -> str:
+        more = "".join(f", {name} {value}" for name, value in self.fields.items())
+        sizes = f"{self.layers} layers{more}, {self.batch} x {self.length} tokens"
+        return f"{self.model}, {sizes}, parameters {self.param_dtype}, `exact`"
+
+    @property
+    def decoder(self) -> DecoderConfig:
+        """Sizes of the model."""
+        raw = PUBLISHED[self.model] | {"num_hidden_layers": self.layers} | dict(self.fields)
+        return configured(Fields(json.dumps(raw)), compute_dtype="bfloat16", param_dtype=self.param_dtype)
+
+    @property
+    def config(self) -> TrainConfig:
+        """Configuration of the run."""
+        return TrainConfig(
+            model=ModelConfig(compute_dtype="bfloat16"),
+            parallel=ParallelConfig(expert_parallel=1, system="exact"),
+            batch=BatchConfig(self.batch, self.length),
+            optimizer=OptimizerConfig(learning_rate=3e-4, state_dtype=self.param_dtype),
+            data=DataConfig(within_documents=False),
+            steps=STEPS,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a step."""
+        return self.batch * self.length
+
+    @property
+    def ideal_flops(self) -> int:
+        """Ideal floating-point operations of a step, without rematerialized ones and the optimizer."""
+        return decoder_flops_per_token(self.decoder, self.length) * self.num_tokens
+
+    def programs(self, mesh: Mesh) -> Programs:
+        """Return the programs of the run, not compiled."""
+        return make_programs(self.config, mesh, make_system(self.config.parallel), self.decoder)
+
+    def mesh(self, device: jax.Device) -> Mesh:
+        """Return the mesh of one device."""
+        return mesh_from([device], self.config.parallel)
+
+    def tokens(self, mesh: Mesh) -> jax.Array:
+        """Return synthetic tokens of one document, of uneven frequency so that few steps lower the loss."""
+        uniform = np.random.default_rng(0).random((self.batch, self.length + 1))
+        tokens = np.floor(uniform**SKEW * self.decoder.vocab_size).astype(np.int32)
+        return jax.device_put(tokens, batch_sharding(mesh))
+
+    def lower(self, programs: Programs, mesh: Mesh) -> Lowered:
+        """Trace the step."""
+        shape = (self.batch, self.length + 1)
+        tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
+        return programs.step.lower(programs.state_shapes, tokens)
+
+
+CASES = {
+    "qwen3": StepCase("Qwen3-30B-A3B", 2, 4),
+    "deepseek": StepCase(
+        "DeepSeek-V3", 1, 4, fields={"n_routed_experts": 32, "first_k_dense_replace": 0}, param_dtype="bfloat16"
+    ),
 }
+"""Cases by growing memory, since an allocator keeps its peak."""
+
+TINY = StepCase(
+    "Qwen3-30B-A3B",
+    2,
+    4,
+    256,
+    fields={
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "head_dim": 64,
+        "moe_intermediate_size": 128,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+)
+"""Case of a dry run."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +143,6 @@ class Step:
     mesh: Mesh
     init: Compiled
     step: Compiled
-    profiled: Compiled
     report: ProgramReport
     compile_s: float
 
@@ -65,16 +152,13 @@ class Step:
         begin = time.perf_counter()
         mesh = case.mesh(jax.devices()[0])
         programs, target = case.programs(mesh), target_here()
-        lowered = case.lower(programs, mesh, target)
-        with ThreadPoolExecutor(1) as pool:
+        lowered = case.lower(programs, mesh)
+        with ThreadPoolExecutor(1) as pool, tempfile.TemporaryDirectory() as folder:
             init = pool.submit(programs.init.lower().compile)  # type: ignore[attr-defined]
-            step, _ = compile_step(lowered, mesh, target, case.ideal_flops, {}, read=False)
-            seconds = time.perf_counter() - begin
-            # After the other one, whose tuned products it takes over.
-            options = WITHOUT_GRAPHS if jax.default_backend() == "gpu" else {}
-            profiled, report = compile_step(lowered, mesh, target, case.ideal_flops, options)
-        assert report is not None
-        return cls(case, mesh, init.result(), step, profiled, report, seconds)
+            dumps: dict[str, Any] = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+            step = lowered.compile(compiler_options(mesh, dumps))
+            report = read_report(target, step, mesh, Path(folder), case.ideal_flops, 0.0)
+            return cls(case, mesh, init.result(), step, report, time.perf_counter() - begin)
 
 
 def target_here() -> Target:
@@ -86,28 +170,29 @@ def target_here() -> Target:
 class Run:
     """Training state, which each step donates, and the losses of all steps."""
 
+    program: Compiled
     state: Any
     tokens: jax.Array
     losses: list[jax.Array] = field(default_factory=list)
 
-    def step(self, program: Compiled) -> jax.Array:
+    def step(self) -> jax.Array:
         """Run a step, and return its loss."""
-        self.state, loss, *_ = program(self.state, self.tokens)
+        self.state, loss, *_ = self.program(self.state, self.tokens)
         self.losses.append(loss)
         return loss
 
-    def seconds(self, program: Compiled, number: int) -> tuple[list[float], float]:
-        """Return the seconds of steps that the host awaits, and of a step of as many back-to-back steps."""
+    def seconds(self, number: int) -> tuple[float, float]:
+        """Return the median seconds of steps that the host awaits, and of as many back-to-back steps."""
         times = []
         for _ in range(number):
             begin = time.perf_counter()
-            jax.block_until_ready(self.step(program))
+            jax.block_until_ready(self.step())
             times.append(time.perf_counter() - begin)
         begin = time.perf_counter()
         for _ in range(number):
-            loss = self.step(program)
+            loss = self.step()
         jax.block_until_ready(loss)
-        return times, (time.perf_counter() - begin) / number
+        return float(np.median(times)), (time.perf_counter() - begin) / number
 
 
 def step_holds(name: str) -> Check:
@@ -116,125 +201,57 @@ def step_holds(name: str) -> Check:
     def check(scale: Scale) -> Finding:
         if scale.dry and name != "qwen3":
             return Finding(None, "not in a dry run")
-        step = Step.of(scale.of(CASES[name], TINY))
-        rows = _Rows(step, scale)
         try:
-            return _measured(step, rows, scale)
+            return _measured(Step.of(scale.of(CASES[name], TINY)), scale)
         except jax.errors.JaxRuntimeError as error:
             # Later cases may fit, while other errors may be of the device.
             if not str(error).startswith("RESOURCE_EXHAUSTED"):
                 raise
-            return Finding(False, " ".join(str(error).split())[:400], rows.table())
+            return Finding(False, " ".join(str(error).split())[:400])
 
     return check
 
 
-def _measured(step: Step, rows: "_Rows", scale: Scale) -> Finding:
+def _measured(step: Step, scale: Scale) -> Finding:
     """Measure a step, and compare it with its estimates."""
-    device, tokens = jax.devices()[0], step.case.tokens(step.mesh)
+    device, case, rows = jax.devices()[0], step.case, list[list[Value]]()
+
+    def add(what: str, unit: str, estimated: float | None, measured: float | None) -> None:
+        ratio = measured / estimated if estimated and measured is not None else None
+        rows.append([what, unit, estimated, measured, ratio])
+
     empty = _memory(device)[0]
-    run = Run(jax.block_until_ready(step.init()), tokens)
+    run = Run(step.step, jax.block_until_ready(step.init()), case.tokens(step.mesh))
     start, before = _memory(device)
-    jax.block_until_ready(run.step(step.step))
+    jax.block_until_ready(run.step())
     peak = _memory(device)[1]
     measured = peak - start if peak > before else None
     held = step.step.memory_analysis()
     compiled = held.temp_size_in_bytes + held.output_size_in_bytes - held.alias_size_in_bytes
     memory_apart = None if measured is None else abs(measured / compiled - 1)
-    rows.add("memory", "arguments", "GB", held.argument_size_in_bytes / 1e9, (start - empty) / 1e9 or None)
-    rows.add("memory", "temporaries", "GB", compiled / 1e9, None if measured is None else measured / 1e9)
-    ratio = _times(run, step, rows, scale)
+    add("arguments", "GB", held.argument_size_in_bytes / 1e9, (start - empty) / 1e9 or None)
+    add("temporaries", "GB", compiled / 1e9, None if measured is None else measured / 1e9)
+    estimated_s = step.report.timeline().total_s
+    median_s, behind_s = run.seconds(scale.of(6, 2))
+    add("time", "ms", estimated_s * 1e3, median_s * 1e3)
+    add("time, back to back", "ms", estimated_s * 1e3, behind_s * 1e3)
+    add("tokens/s", "", case.num_tokens / estimated_s, case.num_tokens / median_s)
+    if (peak_rate := target_here().device) is not None:
+        ideal_s = case.ideal_flops / peak_rate.flops_per_s
+        add("model FLOPs utilization", "", ideal_s / estimated_s, ideal_s / median_s)
+    add("compilation", "s", None, step.compile_s)
     losses = [float(loss) for loss in run.losses]
-    for i in (0, 1, 4, 9, len(losses) - 1):
-        if i < len(losses):
-            rows.add("loss", f"step {i + 1}", "nats", None, losses[i])
+    for i in sorted({0, 1, 4, 9, len(losses) - 1} & set(range(len(losses)))):
+        add(f"loss of step {i + 1}", "nats", None, losses[i])
+    ratio = median_s / estimated_s
     learns = all(map(math.isfinite, losses)) and losses[-1] < losses[0]
     holds = learns and max(ratio, 1 / ratio) <= TIME_WITHIN and (memory_apart or 0) <= MEMORY_WITHIN
     memory = "no new peak of memory" if memory_apart is None else f"memory apart by {memory_apart:.1%}"
     found = f"time x {ratio:.2f} of the estimate, {memory}, loss {losses[0]:.2f} to {losses[-1]:.2f}"
-    return Finding(holds, found, rows.table())
+    return Finding(holds, found, Table(COLUMNS, rows, str(case)))
 
 
 def _memory(device: jax.Device) -> tuple[int, int]:
     """Return the bytes in use and the peak; 0 for a CPU."""
     found = device.memory_stats() or {}
     return found.get("bytes_in_use", 0), found.get("peak_bytes_in_use", 0)
-
-
-class _Rows:
-    """Table of a case, which is kept while it grows."""
-
-    def __init__(self, step: Step, scale: Scale) -> None:
-        self.step, self.scale, self.rows = step, scale, list[list[Value]]()
-
-    def add(
-        self,
-        what: str,
-        name: str,
-        unit: str,
-        estimated: float | None,
-        measured: float | None,
-        work: Work | None = None,
-    ) -> None:
-        ratio = measured / estimated if estimated and measured is not None else None
-        giga: list[Value] = [None, None] if work is None else [work.nbytes / 1e9, work.flops / 1e9]
-        self.rows.append([what, name, unit, estimated, measured, ratio, *giga])
-
-    def keep(self) -> None:
-        self.scale.keep(self.table())
-
-    def table(self) -> Table:
-        return Table(COLUMNS, self.rows, str(self.step.case))
-
-
-def _times(run: Run, step: Step, rows: _Rows, scale: Scale) -> float:
-    """Measure times, and return the ratio of the measured time and the estimate."""
-    estimated_s, number = step.report.timeline().total_s, scale.of(6, 2)
-    jax.block_until_ready(run.step(step.step))
-    times, behind_s = run.seconds(step.step, number)
-    median_s = float(np.median(times))
-    rows.add("step", "time", "ms", estimated_s * 1e3, median_s * 1e3)
-    rows.add("step", "time, back to back", "ms", estimated_s * 1e3, behind_s * 1e3)
-    jax.block_until_ready(run.step(step.profiled))
-    without_s = run.seconds(step.profiled, scale.of(3, 1))[1]
-    rows.add("step", "time without CUDA graphs", "ms", estimated_s * 1e3, without_s * 1e3)
-    rows.add("step", "tokens/s", "", step.case.num_tokens / estimated_s, step.case.num_tokens / median_s)
-    device = target_here().device
-    if device is not None:
-        ideal_s = step.case.ideal_flops / device.flops_per_s
-        rows.add("step", "model FLOPs utilization", "", ideal_s / estimated_s, ideal_s / median_s)
-    rows.add("step", "compilation", "s", None, step.compile_s)
-    rows.keep()
-    _operations(run, step, rows, scale.of(2, 1))
-    return median_s / estimated_s
-
-
-def _operations(run: Run, step: Step, rows: _Rows, calls: int) -> None:
-    """Measure each operation, and add classes and the longest ones."""
-    spans, classes, estimated = spans_of(step.report), classes_of(step.report), seconds_by_class(step.report)
-    works = works_of(step.report)
-    durations = kernel_seconds(lambda: run.step(step.profiled), calls)
-    measured = {name: sum(all_of) / calls for name, all_of in durations.items()}
-    by_class: dict[str, float] = {}
-    for name, seconds in measured.items():
-        kind = classes.get(name, OUTSIDE)
-        by_class[kind] = by_class.get(kind, 0.0) + seconds
-    rows.add("step", "time of kernels", "ms", sum(estimated.values()) * 1e3, sum(measured.values()) * 1e3)
-    for kind in sorted(estimated | by_class, key=lambda kind: -max(estimated.get(kind, 0), by_class.get(kind, 0))):
-        work = sum((one for name, one in works.items() if classes[name] == kind), Work())
-        rows.add("class", kind, "ms", _of(estimated, kind, 1e3), _of(by_class, kind, 1e3), work)
-    longest = sorted(spans.keys() | measured.keys(), key=lambda name: -_longest(name, spans, measured))
-    for name in longest[:MOST_OPERATIONS]:
-        span = spans.get(name)
-        label = f"{classes.get(name, OUTSIDE)}: {name}" + (f" ({span.bound}, {span.stage})" if span else "")
-        seconds = None if span is None else span.seconds * 1e6
-        rows.add("operation", label, "us", seconds, _of(measured, name, 1e6), works.get(name))
-    rows.keep()
-
-
-def _of(found: dict[str, float], name: str, factor: float) -> float | None:
-    return None if name not in found else found[name] * factor
-
-
-def _longest(name: str, spans: dict[str, Any], measured: dict[str, float]) -> float:
-    return max(spans[name].seconds if name in spans else 0.0, measured.get(name, 0.0))
