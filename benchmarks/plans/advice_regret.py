@@ -44,20 +44,7 @@ SLOWER = 0.01
 
 @dataclass(frozen=True)
 class Found:
-    """Advice for one pair.
-
-    Args:
-        ranks: Number of ranks.
-        experts: Number of experts.
-        expert_mb: Bytes of an expert, in MB.
-        imbalance: Imbalance without balancing.
-        advised: Name of the recommended choice.
-        best: Name of the best choice.
-        regret: Time of the recommended choice over that of the best, minus 1.
-        of_plain: Time of the recommended choice over that of plain.
-        fits: True if the recommended choice fits into memory.
-        choices: Number of choices that fit.
-    """
+    """Advice for one pair: sizes, names and times of the recommended and the best choice, and choices that fit."""
 
     ranks: int
     experts: int

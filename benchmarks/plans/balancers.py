@@ -2,20 +2,18 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from unittest import mock
 
-import jax
 import numpy as np
 
 from benchmarks.plans import popular_ranks
 from benchmarks.plans.loads import HISTORY, SLOTS, Load, Trace, machine, steady
-from benchmarks.plans.times import CLOCK_GHZ, least_s
+from benchmarks.plans.times import least_s
 from benchmarks.render.results import Table, Value
-from jax_moe_lb import System, _planning, exact, plain
+from jax_moe_lb import System, exact, plain
 from jax_moe_lb.balancers import Exact, Given, plan_all
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.contrib import ECHO, EPIC, LLEP, LPLB, MoonEP
-from jax_moe_lb.core import Plan, custom_calls, imbalance, load, plain_plan, rows_between
+from jax_moe_lb.core import Plan, imbalance, load, plain_plan, rows_between
 from jax_moe_lb.core.types import Counts
 from jax_moe_lb.layer.plan_on_host import plan_groups
 from jax_moe_lb.layer.systems import eplb, eplb_plus, fastermoe, feplb, greedy, ultraep
@@ -48,13 +46,8 @@ SYSTEMS = {
     "fastermoe": fastermoe(),
     "feplb": feplb(),
 }
-KERNELS = {"exact": "exact", "exact, tokens only": "exact", "ultraep": "ultraep"}
-"""Planners with a kernel for NVIDIA GPUs, by system."""
-
-IN_JNP = ("exact, tokens only", "greedy", "ultraep", "eplb_plus", "fastermoe", "feplb")
-
 COLUMNS = {"balancer": "", "max / mean load": ".3f", "replicas": ".1f", "busiest sender, MB": ".1f"}
-COLUMNS |= {"rows on their rank": ".1%", "in their node": ".1%", "host us": ".0f", "kernel us": ".0f", "jnp us": ".0f"}
+COLUMNS |= {"rows on their rank": ".1%", "in their node": ".1%", "host us": ".0f"}
 COLUMNS |= {"layer over plain": ".3f"}
 
 
@@ -90,29 +83,8 @@ def host_us(balancer: Balancer, counts: Counts, slots: int) -> float:
     return 1e6 * least_s(lambda: balancer.rebalance(counts, start, topology, state), 5)
 
 
-def kernel_us(name: str, counts: Counts, slots: int) -> float:
-    """Return the estimated time of a planner as a kernel of an H100, if no loads of shared memory overlap."""
-    if KERNELS[name] == "exact":
-        *_, paths = _planning.exact_kernel(counts, slots, len(counts))
-    else:
-        start = plain_plan(counts, machine(len(counts)).topology(), slots)
-        *_, paths = getattr(_planning, f"{KERNELS[name]}_kernel")(start.placement, start.quota, len(counts))
-    return paths[0][0] / (1e3 * CLOCK_GHZ)
-
-
-def jnp_us(balancer: Balancer, counts: Counts, slots: int) -> float:
-    """Return the least time of a plan by jnp operations in a jitted program on a CPU."""
-    topology = machine(len(counts)).topology()
-    absent = {name: f"jax_moe_lb._absent_{name}" for name in custom_calls.MODULES}
-    with mock.patch.dict(custom_calls.MODULES, absent):
-        step = jax.jit(lambda counts: balancer.rebalance(counts, plain_plan(counts, topology, slots), topology, ())[0])
-        program = step.lower(counts).compile()
-    on_device = jax.device_put(counts)
-    return 1e6 * least_s(lambda: jax.block_until_ready(program(on_device)), 5)
-
-
-def row_of(name: str, model: ModelShape, trace: Trace, in_jnp: bool) -> tuple[list[Value], float]:
-    """Return the numbers of a balancer, with times in jnp if it has such a form, and the seconds of a layer."""
+def row_of(name: str, model: ModelShape, trace: Trace) -> tuple[list[Value], float]:
+    """Return the numbers of a balancer, and the seconds of a layer."""
     system = replace(SYSTEMS[name], replica_slots=0 if name == "plain" else SLOTS)
     num_ranks, cluster = trace.shape[2], replace(machine(trace.shape[2]), planner_s=0.0)
     found, times_s = [], []
@@ -123,12 +95,8 @@ def row_of(name: str, model: ModelShape, trace: Trace, in_jnp: bool) -> tuple[li
     # Only the cost of `exact` differs from "tokens only", so its planner is the same.
     balancer = system.balancer.sized(model.facts)
     counts, slots = np.ascontiguousarray(trace[-1, 0]), model.experts // num_ranks + SLOTS
-    times: list[Value] = [
-        host_us(balancer, counts, slots) if name != "plain" else None,
-        kernel_us(name, counts, slots) if name in KERNELS and num_ranks <= 64 else None,
-        jnp_us(balancer, counts, slots) if name in IN_JNP and in_jnp else None,
-    ]
-    return [level, replicas, sent * model.expert_bytes / 1e6, stays, inside, *times], float(np.mean(times_s))
+    plan_us = None if name == "plain" else host_us(balancer, counts, slots)
+    return [level, replicas, sent * model.expert_bytes / 1e6, stays, inside, plan_us], float(np.mean(times_s))
 
 
 def moved_homes(trace: Trace, spare: int = SLOTS) -> list[float]:
@@ -145,8 +113,7 @@ def moved_homes(trace: Trace, spare: int = SLOTS) -> list[float]:
 
 def table_of(name: str, model: ModelShape, trace: Trace) -> Table:
     """Return one row per balancer."""
-    # Compiling the jnp forms takes longest, so that they are timed on the families alone.
-    rows = {system: row_of(system, model, trace, in_jnp=name.startswith("families")) for system in SYSTEMS}
+    rows = {system: row_of(system, model, trace) for system in SYSTEMS}
     plain_s = rows["plain"][1]
     lines: list[list[Value]] = [[system, *values, seconds / plain_s] for system, (values, seconds) in rows.items()]
     lines.append(["EPLB, homes move", *moved_homes(trace), *[None] * (len(COLUMNS) - 3)])

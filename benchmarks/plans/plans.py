@@ -3,7 +3,7 @@
     families   `Exact` beside every other balancer on loads that are hard to level, 8 to 256 ranks
     balancers  every balancer on the same loads: maximum, bytes, rows that stay, planning times, simulated layers
     exact      `Exact` on recorded loads: maximum, optimum, jnp beside C++, maximum against replicas
-    times      planning times of `Exact`: C++, jit, estimated kernel; and of ways to call a planner
+    times      planning times of `Exact`: C++, jit, estimated kernel
     planners   planning times of all balancers, and growth with ranks; --write replaces sim/planner_times.yaml
     settings   the default `exact(2)` beside the best of all its settings, in the simulator
 
@@ -267,9 +267,9 @@ def of_exact(given: argparse.Namespace) -> Tables:
 
 
 def of_times(given: argparse.Namespace) -> Tables:
-    """Return the planning times of `Exact` for every fourth layer, and of ways to call a planner."""
+    """Return the planning times of `Exact` for every fourth layer."""
     layers = np.concatenate(list(recorded.read(given).values()))[::4]
-    return {"times": times.exact_times(layers), "program": times.program_table()}
+    return {"times": times.exact_times(layers)}
 
 
 def of_planners(given: argparse.Namespace) -> Tables:

@@ -1,4 +1,4 @@
-"""Planning times: `exact` on a CPU and estimated as a kernel, all balancers where they plan, and ways to call one."""
+"""Planning times: `exact` on a CPU and estimated as a kernel, and all balancers where they plan."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,12 +18,10 @@ from jax_moe_lb import Topology, _planning
 from jax_moe_lb.balancers import EPLB, FEPLB, EPLBPlus, Exact, FasterMoE, Greedy, RailS, UltraEP
 from jax_moe_lb.balancers.base import Balancer, LayerCost
 from jax_moe_lb.contrib import ECHO, EPIC, LLEP, LPLB, MoonEP
-from jax_moe_lb.core import nearest_first, plain_plan
+from jax_moe_lb.core import plain_plan
 from jax_moe_lb.core.types import Counts
-from jax_moe_lb.core.validation import fallback_to_plain
 from jax_moe_lb.planners import exact as exact_planner
 from jax_moe_lb.planners.exact_search import exact_in_jax
-from jax_moe_lb.planners.greedy import greedy, greedy_reference
 from jax_moe_lb.sim import planner_times
 
 # ranks, experts, replica slots
@@ -199,46 +197,3 @@ def planner_table(found: list[Row]) -> Table:
 def exponent(sizes: Sequence[float], times: Sequence[float]) -> float:
     """Return the exponent of the power law through times at some sizes, by least squares of logarithms."""
     return float(np.polyfit(np.log(sizes), np.log(times), 1)[0])
-
-
-# ---- Ways to call a planner ----------------------------------------------------------
-
-
-def program_row(num_ranks: int, num_experts: int) -> list[Value]:
-    """Return the times of parts of planning in a jitted program, and of ways to call `greedy`."""
-    counts, topology = next(lognormal(num_ranks, num_experts)), Topology.flat(num_ranks)
-    start = plain_plan(counts, topology, num_experts // num_ranks + SLOTS)
-    case = start.placement, start.quota
-    results = tuple(jax.ShapeDtypeStruct(one.shape, jnp.int32) for one in case)
-    made = Greedy().rebalance(counts, start, topology, ())[0]
-
-    def callback(*case: jax.Array) -> tuple[jax.Array, ...]:
-        return jax.pure_callback(lambda *its: _planning.greedy(*map(np.asarray, its), num_ranks), results, *case)
-
-    native = jax.jit(lambda *case: greedy(*case, num_ranks, 1))
-    loop, called = jax.jit(lambda *case: greedy_reference(*case, num_ranks, 1)), jax.jit(callback)
-    check, split = jax.jit(fallback_to_plain), jax.jit(nearest_first, static_argnums=3)
-    on_device, rank = tuple(map(jnp.asarray, (*case, counts))), jnp.int32(num_ranks // 2)
-    times_s = interleaved_s(
-        {
-            "C++": lambda: _planning.greedy(*case, num_ranks),
-            "custom call": lambda: native(*on_device[:2]),
-            "jnp": lambda: loop(*on_device[:2]),
-            "callback": lambda: called(*on_device[:2]),
-            "check": lambda: check(made, on_device[2]),
-            "split": lambda: split(on_device[2], jnp.asarray(made.quota), rank, num_ranks),
-        },
-        repeats=30,
-    )
-    return [f"{num_ranks} x {num_experts}", *(float(times.min() * 1e6) for times in times_s.values())]
-
-
-def program_table() -> Table:
-    """Return the times of planning inside jitted programs."""
-    ways = ("greedy, C++", "custom call in jit", "jnp loop in jit", "pure_callback of the C++", "legality", "split")
-    columns = {"ranks x experts": ""} | dict.fromkeys(ways, ".0f")
-    return Table(
-        columns,
-        [program_row(*shape) for shape in ((8, 128), (64, 256), (256, 256))],
-        "us on one device, least of 30 calls",
-    )
