@@ -28,9 +28,6 @@ PROCESSES = ((2, 2), (4, 1))
 
 TOKENS, WIDTH, INNER, EXPERTS, PER_TOKEN = 512, 256, 32, 32, 8
 RATES_BITS_PER_S = (100e6, 300e6)
-HEADROOM = {"even": 1.0, "uniform": 2.0}
-"""Headroom of receive buffers for one round, by routing. Steps of an exchange grow with it."""
-
 DISPATCHES = ("Direct", "Once", "Forward")
 
 EXCHANGES = 5
@@ -40,19 +37,17 @@ DEADLINE_S = 2400
 """Time limit of all programs of one division into processes, in seconds."""
 
 
-def routed(kind: str) -> np.ndarray:
-    """Return the experts of all tokens, `[R * T, K]` int32: two of each rank, or any."""
+def routed() -> np.ndarray:
+    """Return the experts of all tokens, `[R * T, K]` int32: two of each rank."""
     rng = np.random.default_rng(0)
-    if kind == "uniform":
-        return np.argsort(rng.random((RANKS * TOKENS, EXPERTS)), 1)[:, :PER_TOKEN].astype(np.int32)
     of_rank = EXPERTS // RANKS
     chosen = np.argsort(rng.random((RANKS * TOKENS, RANKS, of_rank)), 2)[..., : PER_TOKEN // RANKS]
     return (chosen + of_rank * np.arange(RANKS)[:, None]).reshape(-1, PER_TOKEN).astype(np.int32)
 
 
-def rows_between_nodes(kind: str, dispatch: str) -> int:
+def rows_between_nodes(dispatch: str) -> int:
     """Return the rows of the busier node for the other one in one exchange of plain expert parallelism."""
-    experts = routed(kind).reshape(NODES, MEMBERS * TOKENS, PER_TOKEN)
+    experts = routed().reshape(NODES, MEMBERS * TOKENS, PER_TOKEN)
     members = {"Direct": EXPERTS, "Once": RANKS, "Forward": NODES}[dispatch]
     member = experts // (EXPERTS // members)
     visits = (member[..., None] == np.arange(members)).any(2).reshape(NODES, -1, NODES, members // NODES)
@@ -62,7 +57,7 @@ def rows_between_nodes(kind: str, dispatch: str) -> int:
 # ---- a rank --------------------------------------------------------------------
 
 
-def step_of(kind: str, name: str) -> tuple[Any, tuple]:
+def step_of(name: str) -> tuple[Any, tuple]:
     """Return the jitted gradients of a layer, and its arguments, sharded over processes."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
@@ -72,7 +67,7 @@ def step_of(kind: str, name: str) -> tuple[Any, tuple]:
 
     mesh = whole_mesh()
     topology, by_rank = Topology.from_mesh(mesh, MESH_AXES), PartitionSpec(MESH_AXES)
-    buffers = Buffers(HEADROOM[kind], max_rounds=1)
+    buffers = Buffers(1.0, max_rounds=1)
     system = System(dispatch=getattr(transport, name)(buffers))
     specs = by_rank, by_rank, PartitionSpec(), by_rank
 
@@ -97,60 +92,56 @@ def step_of(kind: str, name: str) -> tuple[Any, tuple]:
     up, down = draw((EXPERTS, WIDTH, INNER)), draw((EXPERTS, INNER, WIDTH))
     weights = Experts(place(0.1 * up, by_rank), place(0.1 * down, by_rank))
     kernel = place(0.1 * draw((WIDTH, EXPERTS)), PartitionSpec())
-    args = place(draw((RANKS * TOKENS, WIDTH)), by_rank), kernel, weights, place(routed(kind), by_rank)
+    args = place(draw((RANKS * TOKENS, WIDTH)), by_rank), kernel, weights, place(routed(), by_rank)
     return jax.jit(jax.grad(loss, argnums=(0, 1, 2))), args
 
 
-def body(rank: Rank, routings: list[str], repeats: int) -> list[dict[str, Any]]:
+def body(rank: Rank, repeats: int) -> list[dict[str, Any]]:
     """Time every program at every rate on all ranks; rank 0 also sets the rate and reads the counters."""
     from benchmarks.network.jax_ranks import timed_at
 
     found = []
-    for kind in routings:
-        for name in DISPATCHES:
-            timed = timed_at(rank, *step_of(kind, name), RATES_BITS_PER_S, repeats, f"{kind}, {name}")
-            times = [seconds for seconds, _ in timed.values()]
-            sent = [max(of_nodes, default=0) for _, steps in timed.values() for of_nodes in steps]
-            found.append({"routing": kind, "dispatch": name, "seconds": times, "sent_bytes": sent})
+    for name in DISPATCHES:
+        timed = timed_at(rank, *step_of(name), RATES_BITS_PER_S, repeats, name)
+        times = [seconds for seconds, _ in timed.values()]
+        sent = [max(of_nodes, default=0) for _, steps in timed.values() for of_nodes in steps]
+        found.append({"dispatch": name, "seconds": times, "sent_bytes": sent})
     return found
 
 
 # ---- the parent ----------------------------------------------------------------
 
 
-def rows_of(processes: int, devices: int, routings: list[str], repeats: int) -> list[list[Value]]:
+def rows_of(processes: int, devices: int, repeats: int) -> list[list[Value]]:
     """Return the rows of the table for one division into processes."""
     from benchmarks.network.jax_ranks import launch_jax
 
     with TwoDatacenters(processes // NODES, None).build() as network:
         ranks = launch_jax(
-            network, lambda rank: body(rank, routings, repeats), devices_per_process=devices, deadline_s=DEADLINE_S
+            network, lambda rank: body(rank, repeats), devices_per_process=devices, deadline_s=DEADLINE_S
         )
     table: list[list[Value]] = []
     for of_ranks in zip(*ranks, strict=True):
         first = of_ranks[0]
-        rows = rows_between_nodes(first["routing"], first["dispatch"])
+        rows = rows_between_nodes(first["dispatch"])
         expected = 4 * WIDTH * EXCHANGES * rows
         counted = float(np.median(first["sent_bytes"]))
         # The slowest rank determines the step.
         seconds = np.max([one["seconds"] for one in of_ranks], 0)
-        cells = [f"{processes} x {devices}", first["routing"], first["dispatch"], rows, expected / 1e6]
+        cells = [f"{processes} x {devices}", first["dispatch"], rows, expected / 1e6]
         table.append([*cells, counted / 1e6, counted / expected, *map(spread, seconds)])
     return table
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="Steps at each rate.")
-    parser.add_argument(
-        "--routings", nargs="+", default=list(HEADROOM), choices=list(HEADROOM), help="Routings of the table."
-    )
 
 
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     sandbox.enter()
-    of_each = [rows_of(*processes, given.routings, given.repeats) for processes in PROCESSES]
+    of_each = [rows_of(*processes, given.repeats) for processes in PROCESSES]
     rows = [row for rows in of_each for row in rows]
-    columns = {"processes x devices": "", "routing": "", "dispatch": "", "rows": "d", "expected MB": ".2f"}
+    columns = {"processes x devices": "", "dispatch": "", "rows": "d", "expected MB": ".2f"}
     columns |= {"counted MB": ".2f", "counted / expected": ".2f"}
     columns |= {f"s at {rate / 1e6:.0f} Mbit/s": ".2f" for rate in RATES_BITS_PER_S}
     title = f"A step of a layer on two nodes of two ranks, {TOKENS} tokens per rank, {PER_TOKEN} experts per token"

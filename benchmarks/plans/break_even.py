@@ -3,12 +3,11 @@
 The simulation is of one layer, forward and backward, on the preset `h100_node` (8 H100, assumed rates), with 64
 experts, top-4, width 4096 and bfloat16. It gives the time of `exact` with two replica slots relative to plain, the
 median over the four load shapes. The same is given for `exact` with `Cost()`, which keeps the plain plan if balancing
-does not pay. `advise` gets workloads of the same skew with one seed, and its recommendation is evaluated on another
-seed.
+does not pay.
 """
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,19 +16,17 @@ from matplotlib.figure import Figure
 
 from benchmarks.render.results import Table, Value, picture_file
 from jax_moe_lb import Cost, exact, plain
-from jax_moe_lb.advise.advise import WORTH_IT, advise
-from jax_moe_lb.advise.choice import Candidate, Choice
-from jax_moe_lb.advise.evaluate import Evaluator, Workload, drawn_workloads
-from jax_moe_lb.advise.search import Space
+from jax_moe_lb.advise.advise import WORTH_IT
+from jax_moe_lb.advise.choice import Candidate
+from jax_moe_lb.advise.evaluate import Workload, drawn_workloads
 from jax_moe_lb.balancers import Exact
-from jax_moe_lb.sim import Cluster, LoadShape, ModelShape, Step, simulate
+from jax_moe_lb.sim import Cluster, LoadShape, ModelShape, simulate
 from jax_moe_lb.sim.config import load_config
 
 TOKENS = tuple(2**power for power in range(5, 15))
 INNER = (512, 2048, 8192)
 SKEWS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
 REPLICA_SLOTS = 2
-ADVISED_TOKENS = (64, 1024, 16384)
 # Without a cost, for the break-even point; `exact()` itself has one.
 EXACT = Candidate("exact", replace(exact(REPLICA_SLOTS), balancer=Exact()))
 GUARDED = Candidate("exact with Cost()", replace(EXACT.system, balancer=Exact(cost=Cost())))
@@ -54,11 +51,6 @@ def cluster_of(preset: str) -> Cluster:
     return section.build()
 
 
-def workloads_of(model: ModelShape, cluster: Cluster, skew: float, seed: int) -> list[Workload]:
-    """Return one sample of each load shape with this skew; more than four tokens change little."""
-    return drawn_workloads(model, cluster.num_ranks, skew, 1, list(LoadShape), draws=1, seed=seed)
-
-
 def step_s(candidate: Candidate, model: ModelShape, cluster: Cluster, workload: Workload) -> float:
     """Return the simulated time of a layer in seconds."""
     if workload.counts is None:
@@ -67,10 +59,10 @@ def step_s(candidate: Candidate, model: ModelShape, cluster: Cluster, workload: 
     return simulate(candidate.system, model, cluster, workload.counts, migration=migration).step_s
 
 
-def over_plain(candidate: Candidate, model: ModelShape, cluster: Cluster, skew: float, seed: int) -> float:
-    """Return the time ratio to plain, the median over load shapes."""
+def over_plain(candidate: Candidate, model: ModelShape, cluster: Cluster, skew: float) -> float:
+    """Return the time ratio to plain, the median over load shapes; more than four loads change little."""
     base = Candidate("plain", plain())
-    workloads = workloads_of(model, cluster, skew, seed)
+    workloads = drawn_workloads(model, cluster.num_ranks, skew, 1, list(LoadShape), draws=1, seed=0)
     ratios = [step_s(candidate, model, cluster, one) / step_s(base, model, cluster, one) for one in workloads]
     return float(np.median(ratios))
 
@@ -78,9 +70,7 @@ def over_plain(candidate: Candidate, model: ModelShape, cluster: Cluster, skew: 
 def surface(candidate: Candidate, cluster: Cluster, tokens: tuple[int, ...]) -> Surface:
     """Return the time ratios to plain for all points."""
     return {
-        inner: np.array(
-            [[over_plain(candidate, model_of(t, inner), cluster, skew, 0) for t in tokens] for skew in SKEWS]
-        )
+        inner: np.array([[over_plain(candidate, model_of(t, inner), cluster, skew) for t in tokens] for skew in SKEWS])
         for inner in INNER
     }
 
@@ -100,39 +90,6 @@ def break_even(found: Surface, guarded: Surface, tokens: tuple[int, ...]) -> Tab
     for name in (EXACT.name, GUARDED.name):
         columns |= {f"{name} / plain at most": ".2f", f"{name} / plain at {tokens[-1]}": ".2f"}
     return Table(columns, rows)
-
-
-def advice(cluster: Cluster, tokens: tuple[int, ...]) -> Iterator[list[Value]]:
-    """Yield a row per point: the choice of `advise`, and its time on another sample."""
-    step = Step()
-    for inner in INNER:
-        for skew in SKEWS:
-            for num_tokens in tokens:
-                model = model_of(num_tokens, inner)
-                drawn = workloads_of(model, cluster, skew, 0)
-                space = Space(cluster, REPLICA_SLOTS, with_relocation=False)
-                answer = advise(Evaluator(model, cluster, step), space, drawn, drawn)
-                choice = Choice() if answer.leave_off else answer.best.choice
-                ratio = over_plain(choice.build(model, cluster, step), model, cluster, skew, 7)
-                ours = over_plain(EXACT, model, cluster, skew, 7)
-                yield [inner, skew, num_tokens, choice.name, ratio, ours]
-
-
-def agreement(rows: list[list]) -> Table:
-    """Return counts of the choices of `advise`, by gain or loss of `exact`."""
-    table: list[list[Value]] = []
-    for name, keep in (
-        ("exact loses (above 1)", lambda ours: ours > 1),
-        ("within a percent", lambda ours: 1 - WORTH_IT < ours <= 1),
-        ("exact wins by more", lambda ours: ours <= 1 - WORTH_IT),
-    ):
-        of = [row for row in rows if keep(row[5])]
-        left = sum(row[3] == "plain" for row in of)
-        worse = sum(row[4] > 1 + WORTH_IT for row in of)
-        worst = max((row[4] for row in of), default=None)
-        table.append([name, len(of), left, len(of) - left, worse, worst])
-    columns = {"on another sample": "", "points": "d", "advised plain": "d", "advised another": "d"}
-    return Table(columns | {"advice over 1 % slower than plain": "d", "advice / plain, max.": ".3f"}, table)
 
 
 def draw(found: Surface, tokens: tuple[int, ...], path: Path) -> None:
@@ -164,5 +121,4 @@ def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     found, guarded = (surface(candidate, cluster, tokens) for candidate in (EXACT, GUARDED))
     if given.plot is not None:
         draw(found, tokens, given.plot)
-    advised = list(advice(cluster, ADVISED_TOKENS[1:2] if given.quick else ADVISED_TOKENS))
-    return {"break_even": break_even(found, guarded, tokens), "agreement": agreement(advised)}
+    return {"break_even": break_even(found, guarded, tokens)}

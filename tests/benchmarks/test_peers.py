@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.compiled.peer_layers import dense_one_hot, gshard, over_ranks, ragged_dot_ring
 from benchmarks.layer.workloads import WORKLOADS
-from benchmarks.plans.break_even import INNER, SKEWS, agreement, break_even
+from benchmarks.plans.break_even import INNER, SKEWS, break_even
 from benchmarks.plans.times import exponent
 from jax_moe_lb import TopK
 from tests.layer_cases import Case, make_mesh
@@ -62,12 +62,6 @@ def test_break_even_is_where_it_stays_faster():
     rows = break_even({INNER[0]: ratios}, {INNER[0]: guarded}, (1, 2, 4, 8)).rows
     assert [row[3] for row in rows[:3]] == ["4", "never", "1"]
     assert rows[0][4:] == [1.2, 0.7, 1.0, 0.7]
-
-
-def test_advice_is_counted_where_it_belongs():
-    rows = [[512, 2.0, 64, "plain", 1.0, 1.3], [512, 2.0, 64, "greedy", 1.1, 1.3], [512, 2.0, 64, "exact", 0.5, 0.6]]
-    counted = [row[1:] for row in agreement(rows).rows]
-    assert counted == [[2, 1, 1, 1, 1.1], [0, 0, 0, 0, None], [1, 0, 1, 0, 0.5]]
 
 
 def _arguments():
