@@ -9,6 +9,7 @@ systems take turns, so that the clocks of the GPU are equal for all.
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
@@ -283,7 +284,7 @@ class Programs:
         if not on_gpu:
             self.profiled = self.compiled
         for name in sorted(self.compiled, key=self.compiled_bytes):
-            with self._reasons_of(name):
+            with attempt(partial(self.reasons.__setitem__, name)):
                 self._run_first(name, first[name])
 
     def compiled_bytes(self, name: str) -> int:
@@ -309,23 +310,14 @@ class Programs:
         if not all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(of_experts)):
             self.reasons[name] = "gradients are not finite"
 
-    def _reasons_of(self, name: str) -> "Attempt":
-        return Attempt(partial(self.reasons.__setitem__, name))
 
-
-class Attempt:
-    """Context that keeps the reason of a failure and goes on."""
-
-    def __init__(self, keep: Callable[[str], None]) -> None:
-        self.keep = keep
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        if isinstance(error, Exception):
-            self.keep(in_words(error))
-        return isinstance(error, Exception)
+@contextmanager
+def attempt(keep: Callable[[str], None]) -> Iterator[None]:
+    """Keep the reason of a failure and go on."""
+    try:
+        yield
+    except Exception as error:
+        keep(in_words(error))
 
 
 Key = TypeVar("Key")
@@ -438,7 +430,7 @@ def measured(ready: Prepared, skew: float | str, scale: Scale, clocks: Clocks) -
         for rank, one in enumerate(ready.inputs[name, skew])
     }
     times: dict[tuple[str, int], Timed] = {}
-    with Attempt(lambda reason: reasons.update({name: reasons[name] or reason for name in names})):
+    with attempt(lambda reason: reasons.update({name: reasons[name] or reason for name in names})):
         times = times_of(calls, scale, clocks)
     return [_row(ready, name, skew, times, reasons[name]) for name in names]
 

@@ -50,7 +50,7 @@ def test_feplbs_held_out_token_stragglers_on_16_ranks(popularity):
 
 
 def test_how_even_rails_are():
-    found = [rails.over_bound(rails.rails_of, lambda rng, s=s: rails.sparse(rng, s)) for s in (0, 0.8)]
+    found = [rails.over_bound(rails.PLANS["RailS"], sparsity) for sparsity in (0, 0.8)]
     assert kept("rails", "plans", "RailS")[:4] == counted(*(number for one in found for number in one[:2]))
 
 
