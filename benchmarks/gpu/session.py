@@ -1,14 +1,21 @@
-"""Checks for a machine that has its GPU for fifteen minutes: two commands with limits, the most valuable checks first.
+"""Check claims about NVIDIA GPUs on this machine, and print a table of them: true, false or not reached.
+
+    make gpu                                                 # all; continues where the last run stopped
+    make gpu ARGS="--parts kit values"                       # some parts
+    make gpu ARGS="--again layer-exact times"                # claims, or all claims of a part, again
+    python -m benchmarks.gpu.session --dry-run               # all checks and `written`, tiny, on CPUs
+
+`claims.py` lists the claims. Each part runs for at most 8 minutes; the end writes all outcomes into
+`benchmarks/results/gpu.json` for the documents. On a machine that has its GPU for fifteen minutes, two commands with
+limits run the most valuable checks first:
 
     make gpu-kit                                             # before, on any machine
     python -m benchmarks.gpu.session first --out FOLDER      # at most 8 minutes
     python -m benchmarks.gpu.session second --out FOLDER     # at most 4 minutes
     python -m benchmarks.gpu.written FOLDER                  # afterwards: results, rates of the device, documents
-    python -m benchmarks.gpu.session --dry-run               # both, all other checks and `written`, tiny, on CPUs
 
-A part of `benchmarks.gpu` runs within its limit, and its file is written after each check. The first one loads a
-program of `make gpu-kit`; if that fails, all programs are compiled. The steps of a rank compile in other processes
-meanwhile.
+The file of a part is written after each check. The first check loads a program of `make gpu-kit`; if that fails, all
+programs are compiled. The steps of a rank compile in other processes meanwhile.
 """
 
 import argparse
@@ -18,17 +25,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import kit, written
+from benchmarks.gpu import kit, runner, written
 from benchmarks.gpu.claims import PARTS
 from benchmarks.gpu.comparison import LAYERS
-from benchmarks.gpu.findings import DRY_RUN_FAILED, FALSE, read_rows
+from benchmarks.gpu.findings import CLAIMS, DRY_RUN_FAILED, FALSE, NOT_REACHED, TRUE, read_rows
+from benchmarks.gpu.overview import overview
 from benchmarks.render.documents import RESULTS
+from benchmarks.render.results import load, save
 
 DRY_RUN_LIMIT_S = 600.0
 
@@ -80,8 +88,8 @@ SESSIONS = {
 }
 """Checks of both commands, the most valuable first."""
 
-REST = "rest"
-"""Name of the checks of no command, in a dry run."""
+ALL, REST = "all", "rest"
+"""Names of all checks, and of those of neither command in a dry run."""
 
 
 def rest() -> Iterator[Item]:
@@ -120,25 +128,33 @@ def compiling(*, dry_run: bool) -> Iterator[Callable[[], None]]:
             process.wait()
 
 
-def run(name: str, folder: Path, *, dry_run: bool) -> bool:
+def items_of(name: str, parts: Sequence[str]) -> list[Item]:
+    """Return the items of a command in some parts."""
+    every = {**SESSIONS, ALL: tuple(Item(part, runner.LIMIT_S) for part in PARTS), REST: tuple(rest())}
+    return [item for item in every[name] if item.part in parts]
+
+
+def run(name: str, folder: Path, parts: Sequence[str], again: list[str], *, dry_run: bool) -> bool:
     """Run the checks of a command, and return whether a check failed for its own fault in a dry run."""
-    items = SESSIONS.get(name) or tuple(rest())
-    if not any(item.part == STEPS_OF_RANKS and name != REST for item in items):
-        return _run_items(items, folder, None, dry_run=dry_run)
+    items = items_of(name, parts)
+    if name == REST or not any(item.part == STEPS_OF_RANKS for item in items):
+        return _run_items(items, folder, None, again, dry_run=dry_run)
     with compiling(dry_run=dry_run) as wait:
-        return _run_items(items, folder, wait, dry_run=dry_run)
+        return _run_items(items, folder, wait, again, dry_run=dry_run)
 
 
-def _run_items(items: tuple[Item, ...], folder: Path, wait: Callable[[], None] | None, *, dry_run: bool) -> bool:
+def _run_items(
+    items: Sequence[Item], folder: Path, wait: Callable[[], None] | None, again: list[str], *, dry_run: bool
+) -> bool:
     failed = False
     for item in items:
         path = folder / f"{item.part}.json"
         if wait is not None and item.part == STEPS_OF_RANKS:
             wait()
-        todo = set(gpu.remaining(item.part, path, []))
+        todo = set(runner.remaining(item.part, path, again))
         names, begin = [one for one in item.claims() if one in todo], time.monotonic()
         limit_s = DRY_RUN_LIMIT_S if dry_run else item.limit_s
-        gpu.run_part(item.part, names, path, dry_run=dry_run, limit_s=limit_s)
+        runner.run_part(item.part, names, path, dry_run=dry_run, limit_s=limit_s)
         rows = [row for row in read_rows(path).values() if row.claim in names]
         print(f"{item.part}: {len(rows)} claims in {time.monotonic() - begin:.0f} s", flush=True)
         if item.part == "kit" and any(row.outcome == FALSE for row in rows):
@@ -147,36 +163,55 @@ def _run_items(items: tuple[Item, ...], folder: Path, wait: Callable[[], None] |
     return failed
 
 
-def dry_run() -> bool:
+def collect(folder: Path, out: Path) -> None:
+    """Write the outcomes of all claims, and all their tables, into one file for the documents."""
+    paths = [path for part in PARTS if (path := folder / f"{part}.json").exists()]
+    tables = {name: table for path in paths for name, table in load(path).items() if name != CLAIMS}
+    device = next(row.device for path in paths for row in read_rows(path).values() if row.device)
+    save({CLAIMS: runner.summary(folder)[0], **overview(tables)}, out, device)
+
+
+def print_summary(folder: Path) -> int:
+    """Print all claims, and return the number of false ones."""
+    table, counted = runner.summary(folder)
+    print(f"\n{table}\n\n" + ", ".join(f"{counted[name]} {name}" for name in (TRUE, FALSE, NOT_REACHED)))
+    return counted[FALSE]
+
+
+def dry_run(parts: Sequence[str]) -> bool:
     """Run all checks with tiny sizes and write copies of all files; return whether one failed."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
-            failed = [run(one, folder / "gpu", dry_run=True) for one in (*SESSIONS, REST)]
+            failed = [run(one, folder / "gpu", parts, [], dry_run=True) for one in (*SESSIONS, REST)]
             written.dry_run(folder / "gpu", folder)
         finally:
             # Programs for the CPU.
             shutil.rmtree(kit.path_of("probe", "cpu").parent, ignore_errors=True)
-        print(f"\n{gpu.summary(folder / 'gpu')[0]}")
+        print_summary(folder / "gpu")
     return any(failed)
 
 
 def main() -> None:
     """Parse the command line and run."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.session",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("session", nargs="?", choices=SESSIONS, help="command")
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.session", description=__doc__, formatter_class=form)
+    parser.add_argument("session", nargs="?", choices=(ALL, *SESSIONS), default=ALL, help="command; all by default")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run; all by default")
+    parser.add_argument("--again", nargs="+", default=[], metavar="NAME", help="claims or parts to check again")
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu", help="folder of results")
     parser.add_argument("--dry-run", action="store_true", help="use tiny sizes and CPUs, and a temporary folder")
     given = parser.parse_args()
+    names = {claim.name for claims in PARTS.values() for claim in claims}
+    if unknown := set(given.again) - names - set(PARTS):
+        parser.error(f"--again is {', '.join(sorted(unknown))}; expected names of claims or parts")
     if given.dry_run:
-        sys.exit(dry_run())
-    if given.session is None:
-        parser.error(f"session is required: expected one of {', '.join(SESSIONS)}")
-    sys.exit(run(given.session, given.out, dry_run=False))
+        sys.exit(dry_run(given.parts))
+    failed = run(given.session, given.out, given.parts, given.again, dry_run=False)
+    if given.session == ALL:
+        collect(given.out, given.out.with_suffix(".json"))
+        failed |= print_summary(given.out) > 0
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

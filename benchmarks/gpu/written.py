@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import runner
 from benchmarks.gpu.claims import PARTS
 from benchmarks.gpu.findings import CLAIMS, FALSE, NOT_REACHED, TRUE, read_rows
 from benchmarks.gpu.measured_rates import measured
@@ -53,9 +53,9 @@ def merged(folders: Sequence[Path], old: Path) -> tuple[dict[str, Table], str]:
             continue
         latest |= {name: table for name, table in load(path).items() if name != CLAIMS}
         device = next((row.device for row in read_rows(path).values() if row.device), device)
-    table, _ = gpu.summary(folders[-1])
+    table, _ = runner.summary(folders[-1])
     for folder in folders:
-        rows |= {row[1]: row for row in gpu.summary(folder)[0].rows if row[3] in (TRUE, FALSE)}
+        rows |= {row[1]: row for row in runner.summary(folder)[0].rows if row[3] in (TRUE, FALSE)}
     claims = [_outcome(row, rows) for row in table.rows]
     return {**before, **overview(latest), CLAIMS: Table(table.columns, claims)}, device
 

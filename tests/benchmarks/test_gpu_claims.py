@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import runner as gpu
 from benchmarks.gpu import worker
 from benchmarks.gpu.claims import PARTS
 from benchmarks.gpu.findings import DRY_RUN_FAILED, FALSE, NOT_REACHED, TRUE, Claim, Finding, Row, read_rows, write_row

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import ahead, kit, session, written
+from benchmarks.gpu import ahead, kit, runner, session, written
 from benchmarks.gpu.claims import PARTS
 from benchmarks.gpu.clocks import Clocks
 from benchmarks.gpu.comparison import Timed, times_of
@@ -66,8 +65,8 @@ def test_no_program_is_loaded_after_a_failed_first_load(tmp_path, monkeypatch):
     def run_part(part, names, path, **_):
         write_row(path, Row(names[0], FALSE, "found", 1.0, "1 x H100", "", "run"))
 
-    monkeypatch.setattr(gpu, "run_part", run_part)
-    session._run_items((session.Item("kit", 1.0),), path.parent, None, dry_run=False)
+    monkeypatch.setattr(runner, "run_part", run_part)
+    session._run_items([session.Item("kit", 1.0)], path.parent, None, [], dry_run=False)
     assert kit.load("twice") is None
 
 
