@@ -22,7 +22,6 @@ from jax.stages import Compiled
 
 from benchmarks.layer.skewed_layer import Sizes, jitted_step, logits_by_popularity, tokens_of, weights_of
 from benchmarks.layer.workloads import WORKLOADS
-from benchmarks.plans.popular_ranks import Case, popularity
 from benchmarks.render.results import Table, spread
 from benchmarks.render.timing import interleaved_s
 from jax_moe_lb import Stats, System, plain, use_virtual_cpu_devices
@@ -67,12 +66,6 @@ def zipf(seed: int) -> np.ndarray:
     return logits_by_popularity(np.exp(preference), SIZES, seed)
 
 
-def popular_ranks(seed: int) -> np.ndarray:
-    """Return logits `[R * T, E]` for which the busiest rank has about 1.9 x the mean load."""
-    weights = popularity(Case(SIZES.num_experts, SIZES.num_ranks, 2, 1.9), SIZES.per_tok)
-    return logits_by_popularity(weights, SIZES, seed)
-
-
 def run_batches(step: Compiled, system: System, batches: list, weights: tuple) -> tuple[Stats, State]:
     """Return stacked statistics of the counted batches, and the balancer's last state."""
     state, stats = _first_state(system), []
@@ -95,9 +88,9 @@ def _first_state(system: System) -> State:
     return system.balancer.init((SIZES.num_ranks, SIZES.num_experts))
 
 
-def measure(mesh: Mesh, steps: dict[str, Compiled], logits: Callable[[int], np.ndarray]) -> Table:
-    """Return one table."""
-    batches = [tokens_of(mesh, SIZES, logits(seed)) for seed in range(BATCHES)]
+def measure(mesh: Mesh, steps: dict[str, Compiled]) -> Table:
+    """Return the table."""
+    batches = [tokens_of(mesh, SIZES, zipf(seed)) for seed in range(BATCHES)]
     weights, stats = weights_of(mesh, SIZES), {}
     calls: dict[str, Callable[[], object]] = {}
     for name, (system, _) in configurations().items():
@@ -126,5 +119,4 @@ def _temporary_bytes(step: Compiled) -> int:
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     use_virtual_cpu_devices(SIZES.num_ranks)
     mesh = jax.make_mesh((SIZES.num_ranks,), ("expert",), axis_types=(AxisType.Auto,))
-    steps = compiled(mesh)
-    return {logits.__name__: measure(mesh, steps, logits) for logits in (zipf, popular_ranks)}
+    return {"zipf": measure(mesh, compiled(mesh))}

@@ -2,7 +2,7 @@
 
     families   `Exact` beside every other balancer on loads that are hard to level, 8 to 256 ranks
     balancers  every balancer on the same loads: maximum, bytes, rows that stay, planning times, simulated layers
-    exact      `Exact` on recorded loads: maximum, optimum, jnp beside C++, maximum against replicas
+    exact      `Exact` on recorded loads: maximum, optimum, jnp beside C++, replicas within the maximum of UltraEP
     times      planning times of `Exact`: C++, jit, estimated kernel
     planners   planning times of all balancers, and growth with ranks; --write replaces sim/planner_times.yaml
     settings   the default `exact(2)` beside the best of all its settings, in the simulator
@@ -151,8 +151,6 @@ RECORDED = (
     (256, 256, 2),
 )
 FRONTIERS = ((64, 2), (64, 1), (32, 2), (8, 4), (8, 2))
-EPS = (0.0, 0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1)
-ULTRAEP_EPS = (0.0, 0.01, 0.03, 0.1)
 IN_JNP = ((8, 2), (16, 2), (32, 1), (64, 2))
 ANY = 2**63 - 1
 BINDING = 3
@@ -217,18 +215,6 @@ def within_their_maximum(layer: np.ndarray, ranks: int, slots: int) -> tuple[flo
     return found, replicas, replicas > count
 
 
-def frontier(layers: np.ndarray) -> Table:
-    """Return maximum against replicas of `Exact` and of UltraEP's rule, means over layers."""
-    rows: list[list[Value]] = []
-    for ranks, slots in FRONTIERS:
-        rows += [[ranks, slots, f"Exact, eps = {eps}", *means(planned, layers, ranks, slots, eps)] for eps in EPS]
-        rows += [
-            [ranks, slots, f"UltraEP, eps = {eps}", *means(ultraep, layers, ranks, slots, eps)] for eps in ULTRAEP_EPS
-        ]
-    columns = {"ranks": "d", "S - L": "d", "rule": "", "max / mean load": ".4f", "replicas": ".1f"}
-    return Table(columns, rows)
-
-
 def within_table(layers: np.ndarray) -> Table:
     """Return UltraEP's rule, `Exact` within its maximum, and the layers where that needs more replicas."""
     rows: list[list[Value]] = []
@@ -259,8 +245,7 @@ def jnp_table(layers: np.ndarray) -> Table:
 def of_exact(given: argparse.Namespace) -> Tables:
     """Return the tables of `Exact` on recorded loads; jnp, which takes longest, on every sixteenth layer."""
     layers = np.concatenate(list(recorded.read(given).values()))
-    tables = {"recorded": recorded_table(layers), "frontier": frontier(layers), "within": within_table(layers)}
-    return tables | {"jnp": jnp_table(layers[::16])}
+    return {"recorded": recorded_table(layers), "within": within_table(layers), "jnp": jnp_table(layers[::16])}
 
 
 # ---- times -------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from benchmarks.render.results import Table, Value
 
 BARS = {
-    "systems": (("zipf", "imbalance"), ("zipf", "step ms"), ("popular_ranks", "imbalance")),
+    "systems": (("zipf", "imbalance"), ("zipf", "step ms")),
     "losses": (("systems", "step ms"),),
     "memory": (("memory", "temporary MB per rank"),),
     "codec": (("codecs", "training gap"),),
@@ -40,8 +40,6 @@ def figures_of(name: str, tables: Mapping[str, Table]) -> dict[str, Figure]:
     figures = {f"{of}-{column.replace(' ', '-')}": bars(tables[of], column) for of, column in shown}
     if compared := [table for table in tables.values() if _published(table)]:
         figures["deviations"] = deviations(compared)
-    if "frontier" in tables:
-        figures["frontier"] = frontier(tables["frontier"])
     if "rank-qwen3" in tables:
         figures |= {f"rank-{name}": one_rank(tables["rank-qwen3"], text) for name, text in TEXT.items()}
     if "gains" in tables:
@@ -111,25 +109,6 @@ def deviations(tables: Sequence[Table]) -> Figure:
     axes.set(xscale="log", xlabel="published", ylabel="deviation of the simulated number, %")
     axes.legend(fontsize=6, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     _plain(axes)
-    return figure
-
-
-def frontier(table: Table) -> Figure:
-    """Plot imbalance against replicas, by ranks and slots."""
-    shapes = list(dict.fromkeys((row[0], row[1]) for row in table.rows))
-    figure = Figure(figsize=(2.4 * len(shapes), 2.6), layout="constrained")
-    every = figure.subplots(1, len(shapes), squeeze=False)[0]
-    for axes, shape in zip(every, shapes, strict=True):
-        for rule, mark in (("Exact, eps", "o-"), ("UltraEP, eps", "s--")):
-            points = [row[3:5] for row in table.rows if (row[0], row[1]) == shape and str(row[2]).startswith(rule)]
-            level, replicas = np.array(points, float).T
-            axes.plot(replicas, level, mark, ms=3, lw=1, label=rule.split(",")[0])
-        axes.set_title(f"{shape[0]} ranks, S = L + {shape[1]}", fontsize=9)
-        axes.set_xlabel("replicas", fontsize=8)
-        axes.tick_params(labelsize=7)
-        _plain(axes)
-    every[0].set_ylabel("max / mean load", fontsize=8)
-    every[0].legend(fontsize=7, frameon=False)
     return figure
 
 
