@@ -73,13 +73,6 @@ class Policy(abc.ABC):
 
 def simulate(flows: Flows, fabric: Fabric, policy: Policy | None, round_s: float, seed: int) -> Outcome:
     """Send all flows and return the result."""
-    if not 0 <= round_s < math.inf:
-        raise ValueError(f"round_s is {round_s}; expected a finite number of seconds, at least 0")
-    if policy is not None and not round_s:
-        raise ValueError(f"round_s is 0; expected more for {policy}, which reacts once a round")
-    if not (flows.num_bytes > 0).all():
-        flow = int(np.argmin(flows.num_bytes > 0))
-        raise ValueError(f"flow {flow} has {flows.num_bytes[flow]} bytes; expected more than 0")
     state = _State(flows, fabric)
     rng = np.random.default_rng(seed)
     now_s, react_s = 0.0, math.inf if policy is None else round_s

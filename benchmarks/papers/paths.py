@@ -36,14 +36,6 @@ class Fabric:
     num_spines: int
     spine_bytes_per_s: float
 
-    def __post_init__(self) -> None:
-        for name in ("num_nodes", "gpus_per_node", "num_spines"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Fabric.{name} is {getattr(self, name)}; expected at least 1")
-        for name in ("nic_bytes_per_s", "gpu_bytes_per_s", "spine_bytes_per_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"Fabric.{name} is {getattr(self, name)}; expected a finite rate above 0, in bytes/s")
-
     @classmethod
     def non_blocking(
         cls, num_nodes: int, gpus_per_node: int, nic_bytes_per_s: float, gpu_bytes_per_s: float
@@ -63,6 +55,11 @@ class Fabric:
         return replace(Topology.flat(self.num_gpus, self.gpus_per_node), rails_per_node=self.gpus_per_node)
 
     @property
+    def first_links(self) -> range:
+        """Indices of the first links into GPUs, out of NICs, into NICs, and from leaves up to spines."""
+        return range(self.num_gpus, 5 * self.num_gpus, self.num_gpus)
+
+    @property
     def no_link(self) -> int:
         """Index of the unlimited placeholder link."""
         return 4 * self.num_gpus + 2 * self.gpus_per_node * self.num_spines
@@ -80,30 +77,6 @@ class Fabric:
         marks[self.no_link] = False
         return marks
 
-    def gpu_out(self, gpu: np.ndarray) -> np.ndarray:
-        """Return the links from GPUs to other GPUs of their nodes."""
-        return gpu
-
-    def gpu_in(self, gpu: np.ndarray) -> np.ndarray:
-        """Return the links to GPUs from other GPUs of their nodes."""
-        return self.num_gpus + gpu
-
-    def nic_out(self, gpu: np.ndarray) -> np.ndarray:
-        """Return the links from GPUs' NICs to their leaves."""
-        return 2 * self.num_gpus + gpu
-
-    def nic_in(self, gpu: np.ndarray) -> np.ndarray:
-        """Return the links from leaves to GPUs' NICs."""
-        return 3 * self.num_gpus + gpu
-
-    def spine_up(self, leaf: np.ndarray, spine: np.ndarray) -> np.ndarray:
-        """Return the links from leaves to spines."""
-        return 4 * self.num_gpus + leaf * self.num_spines + spine
-
-    def spine_down(self, spine: np.ndarray, leaf: np.ndarray) -> np.ndarray:
-        """Return the links from spines to leaves."""
-        return 4 * self.num_gpus + (self.gpus_per_node + leaf) * self.num_spines + spine
-
 
 def rail_paths(fabric: Fabric, source: Gpus, target: Gpus) -> Paths:
     """Return one path per rail: to the rail rank of the sender's node, along the rail, and to the receiver in its node.
@@ -113,19 +86,19 @@ def rail_paths(fabric: Fabric, source: Gpus, target: Gpus) -> Paths:
     """
     gpus = fabric.gpus_per_node
     source, target = source[:, None], target[:, None]
-    rail = np.arange(gpus)
+    rail, (gpu_in, nic_out, nic_in, _) = np.arange(gpus), fabric.first_links
     first, last = source // gpus * gpus + rail, target // gpus * gpus + rail
     to_rail, from_rail = first != source, last != target
     far = source // gpus != target // gpus
     links = [
-        np.where(~far | to_rail, fabric.gpu_out(source), fabric.no_link),
-        np.where(far & to_rail, fabric.gpu_in(first), fabric.no_link),
-        np.where(far, fabric.nic_out(first), fabric.no_link),
-        np.where(far, fabric.nic_in(last), fabric.no_link),
-        np.where(far & from_rail, fabric.gpu_out(last), fabric.no_link),
-        np.where(~far | from_rail, fabric.gpu_in(target), fabric.no_link),
+        np.where(~far | to_rail, source, fabric.no_link),
+        np.where(far & to_rail, gpu_in + first, fabric.no_link),
+        np.where(far, nic_out + first, fabric.no_link),
+        np.where(far, nic_in + last, fabric.no_link),
+        np.where(far & from_rail, last, fabric.no_link),
+        np.where(~far | from_rail, gpu_in + target, fabric.no_link),
     ]
-    return _stacked(fabric, links, source, target)
+    return np.stack(np.broadcast_arrays(*links), -1).astype(np.intp)
 
 
 def spine_paths(fabric: Fabric, source: Gpus, target: Gpus) -> Paths:
@@ -135,21 +108,13 @@ def spine_paths(fabric: Fabric, source: Gpus, target: Gpus) -> Paths:
     """
     gpus = fabric.gpus_per_node
     source, target = source[:, None], target[:, None]
-    spine = np.arange(fabric.num_spines)
+    spine, (gpu_in, nic_out, nic_in, up) = np.arange(fabric.num_spines), fabric.first_links
     far = source // gpus != target // gpus
     climbs = far & (source % gpus != target % gpus)
     links = [
-        np.where(far, fabric.nic_out(source), fabric.gpu_out(source)),
-        np.where(climbs, fabric.spine_up(source % gpus, spine), fabric.no_link),
-        np.where(climbs, fabric.spine_down(spine, target % gpus), fabric.no_link),
-        np.where(far, fabric.nic_in(target), fabric.gpu_in(target)),
+        np.where(far, nic_out + source, source),
+        np.where(climbs, up + source % gpus * fabric.num_spines + spine, fabric.no_link),
+        np.where(climbs, up + (gpus + target % gpus) * fabric.num_spines + spine, fabric.no_link),
+        np.where(far, nic_in + target, gpu_in + target),
     ]
-    return _stacked(fabric, links, source, target)
-
-
-def _stacked(fabric: Fabric, links: list[np.ndarray], source: np.ndarray, target: np.ndarray) -> Paths:
-    """Stack the links of paths; raise `ValueError` for a flow from a GPU to itself."""
-    if (source == target).any():
-        gpu = int(source[source == target][0])
-        raise ValueError(f"a flow goes from GPU {gpu} to itself; expected another target")
     return np.stack(np.broadcast_arrays(*links), -1).astype(np.intp)
