@@ -11,11 +11,11 @@ shaper's rate minus headers.
 """
 
 import argparse
+import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from operator import attrgetter
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,8 +44,8 @@ def measured(results: Path, run: str) -> list[Row]:
     return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
 
 
-def simulated(row: Row, rate: float = 1.0) -> Report:
-    """Simulate the step of one measured row, with the link at this fraction of its rate."""
+def simulated(row: Row) -> Report:
+    """Simulate the step of one measured row."""
     model = ModelShape(
         layers=1,
         hidden=row["width"],
@@ -57,7 +57,7 @@ def simulated(row: Row, rate: float = 1.0) -> Report:
         gated=False,
         pre_expert_s=0.0,
     )
-    wan = Links("dc", 2, rate * payload_bytes_per_s(row["wan_bits_per_s"]))
+    wan = Links("dc", 2, payload_bytes_per_s(row["wan_bits_per_s"]))
     cluster = Cluster((wan, Links("gpu", 2, AT_ONCE)), AnalyticGemm(AT_ONCE, 0.0, 0.0))
     copies = model.tokens * model.per_token // model.experts
     counts = np.full((cluster.num_ranks, model.experts), copies, np.int32)
@@ -65,53 +65,33 @@ def simulated(row: Row, rate: float = 1.0) -> Report:
     return simulate(plain(Buffers(headroom=1.0)), model, cluster, counts, migration=migration)
 
 
-@dataclass(frozen=True)
-class Point:
-    """One measured row with its simulation."""
+class Point(NamedTuple):
+    """Deviations of a simulated step from the measured one, in percent."""
 
     encoded: bool
     measured_s: float
-    simulated_s: float
-    counted_bytes: float
-    simulated_bytes: float
-
-    @property
-    def seconds_off(self) -> float:
-        """Deviation of simulated from measured seconds, in percent."""
-        return 100 * (self.simulated_s / self.measured_s - 1)
-
-    @property
-    def bytes_off(self) -> float:
-        """Deviation of simulated from counted bytes, in percent."""
-        return 100 * (self.simulated_bytes / self.counted_bytes - 1)
+    seconds_off: float
+    bytes_off: float
 
 
 def point_of(row: Row) -> Point:
-    """Return the measured and simulated point of a row."""
+    """Return the deviations of a row."""
     report = simulated(row)
-    return Point(
-        encoded=row["ratio"] > 1,
-        measured_s=row["measured_s"],
-        simulated_s=report.step_s + row["unlimited_s"],
-        counted_bytes=row["counted_bytes"],
-        simulated_bytes=report.level_bytes["dc"] / 2,  # sum over both datacenters
-    )
-
-
-OFF = attrgetter("seconds_off"), attrgetter("bytes_off")
+    sent = report.level_bytes["dc"] / 2  # sum over both datacenters
+    seconds = report.step_s + row["unlimited_s"]
+    off = (100 * (mine / its - 1) for mine, its in ((seconds, row["measured_s"]), (sent, row["counted_bytes"])))
+    return Point(row["ratio"] > 1, row["measured_s"], *off)
 
 
 def summary(points: list[Point]) -> Table:
     """Return medians and ranges, of long steps and of all steps, plain and encoded."""
     rows: list[list[Value]] = []
-    for encoded in (False, True):
-        for least_s in (0.4, 0.0):
-            some = [point for point in points if point.encoded == encoded and point.measured_s >= least_s]
-            name = ("encoded" if encoded else "experts as they are") + (
-                f", steps of {least_s} s or more" if least_s else ""
-            )
-            cells = [_spread([off(point) for point in some]) for off in OFF]
-            rows.append([name, len(some), *cells])
+    for encoded, least_s in itertools.product((False, True), (0.4, 0.0)):
+        some = [point for point in points if point.encoded == encoded and point.measured_s >= least_s]
+        name = "encoded" if encoded else "experts as they are"
+        name += f", steps of {least_s} s or more" if least_s else ""
+        cells = [_spread([point.seconds_off for point in some]), _spread([point.bytes_off for point in some])]
+        rows.append([name, len(some), *cells])
     return Table({"": "", "points": "d", "seconds %": "", "bytes %": ""}, rows)
 
 
@@ -123,8 +103,7 @@ def _spread(values: list[float]) -> str:
 # ---- rails ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RailPoint:
+class RailPoint(NamedTuple):
     """One all-to-all."""
 
     case: str
