@@ -12,40 +12,31 @@ loads. The error of a reading is the root mean square over the six points, in pe
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import ndtri
 
 from benchmarks.papers.feplb import plain, straggler
 from benchmarks.papers.stragglers import CASES, Shape, counts, lognormal, zipf
 from benchmarks.papers.stragglers import DYNAMIC as DYNAMIC_EXPERTS
 from benchmarks.render.results import Table, Value
 
-NO_LIMIT = np.iinfo(np.int64).max
 NO_TAKER = 2**40
 """Larger than any load."""
 
+NUM_DYNAMIC = 4
+"""Dynamic experts of a rank in figure 5."""
 
-def of_history(tokens: np.ndarray, correlation: float) -> np.ndarray:
-    """Return normal scores of the experts' popularity with the given correlation to the microbatch."""
-    position = np.argsort(np.argsort(tokens, axis=1), axis=1)
-    normal = ndtri((position + 0.5) / tokens.shape[1])
-    noise = np.random.default_rng(0).standard_normal(tokens.shape)
-    return correlation * normal + np.sqrt(1 - correlation**2) * noise
-
+PER_TAKER = 8
+"""Most experts taken by a rank, as in the paper's memory figure."""
 
 DYNAMIC: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "busiest": lambda tokens: tokens,
     "fixed, first": lambda tokens: np.broadcast_to(-np.arange(tokens.shape[1]), tokens.shape),
-    "fixed, history 0.5": partial(of_history, correlation=0.5),
-    "fixed, history 0.9": partial(of_history, correlation=0.9),
 }
 """Scores `[N, E]` of tokens `[N, E]` selecting the dynamic experts of a rank, the highest ones.
 
-The first experts by index represent any choice independent of load. History predicts a microbatch with the correlation
-in its name.
+The first experts by index represent any choice independent of load.
 """
 
 ACCEPT: Mapping[str, Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray]] = {
@@ -56,17 +47,6 @@ ACCEPT: Mapping[str, Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], 
 }
 """Condition for a useful move, from the tokens of the expert, and donor, taker and mean load before the move."""
 
-BUDGET: Mapping[str, Callable[[int], tuple[int, int]]] = {
-    "8 per taker": lambda num_dynamic: (8, NO_LIMIT),
-    "dyn per taker": lambda num_dynamic: (num_dynamic, NO_LIMIT),
-    "8 in total": lambda num_dynamic: (8, 8),
-    "dyn in total": lambda num_dynamic: (8, num_dynamic),
-}
-"""Maximum experts taken by a rank, and moved per microbatch, by the number of dynamic experts per rank."""
-
-TAU = (1, 1792)
-"""Least token copies of an expert that moves."""
-
 
 @dataclass(frozen=True)
 class Reading:
@@ -76,12 +56,10 @@ class Reading:
     accept: str = "taker < donor before"
     skip: bool = False
     tau: int = 1
-    budget: str = "8 per taker"
-    main: int = 4
 
     def __str__(self) -> str:
         after = "next" if self.skip else "stop"
-        return " | ".join([self.dynamic, self.accept, after, str(self.tau), self.budget, str(self.main)])
+        return " | ".join([self.dynamic, self.accept, after, str(self.tau)])
 
 
 def straggler_after(loads: np.ndarray, reading: Reading, num_dynamic: int) -> np.ndarray:
@@ -93,8 +71,7 @@ def straggler_after(loads: np.ndarray, reading: Reading, num_dynamic: int) -> np
     movable = (order < num_dynamic) & (tokens >= reading.tau)
     load = tokens.sum(2)
     mean = load.mean(1)
-    per_taker, in_all = BUDGET[reading.budget](num_dynamic)
-    room, left, going = np.full(load.shape, per_taker), np.full(number, in_all), np.arange(number)
+    room, going = np.full(load.shape, PER_TAKER), np.arange(number)
     while going.size:
         giver = load[going].argmax(1)
         able = (room[going] > 0) & (np.arange(num_ranks) != giver[:, None])
@@ -104,24 +81,21 @@ def straggler_after(loads: np.ndarray, reading: Reading, num_dynamic: int) -> np
         useful = ACCEPT[reading.accept](owned, *(value[:, None] for value in ends))
         expert = np.where(dynamic & useful if reading.skip else dynamic, owned, -1).argmax(1)
         each = np.arange(going.size)
-        made = (dynamic & useful)[each, expert] & able[each, taker] & (left[going] > 0)
+        made = (dynamic & useful)[each, expert] & able[each, taker]
         going, giver, taker, expert = going[made], giver[made], taker[made], expert[made]
         moved = tokens[going, giver, expert]
         load[going, giver] -= moved
         load[going, taker] += moved
         room[going, taker] -= 1
-        left[going] -= 1
         movable[going, giver, expert] = False
     return load.max(1) - mean
 
 
 def one_changed() -> Iterator[Reading]:
     """Yield the default, and the readings that differ from it in one rule."""
-    choices = {"main": (8,), "tau": TAU[1:], "skip": (True,)}
-    choices |= {name: tuple(of)[1:] for name, of in (("budget", BUDGET), ("accept", ACCEPT), ("dynamic", DYNAMIC))}
-    yield Reading()
-    for rule, others in choices.items():
-        yield from (replace(Reading(), **{rule: other}) for other in others)
+    yield from (Reading(), Reading(tau=1792), Reading(skip=True))
+    yield from (Reading(accept=accept) for accept in list(ACCEPT)[1:])
+    yield Reading("fixed, first")
 
 
 KINDS: dict[str, tuple[Shape, int]] = {
@@ -160,7 +134,7 @@ class Loads:
 
     def find(self, reading: Reading) -> Found:
         """Return the results at the six points."""
-        points = [(case.num_ranks, reading.main) for case in CASES] + [(8, number) for number in DYNAMIC_EXPERTS]
+        points = [(case.num_ranks, NUM_DYNAMIC) for case in CASES] + [(8, number) for number in DYNAMIC_EXPERTS]
         after = [straggler_after(self.loads[ranks], reading, number).sum() for ranks, number in points]
         before = [self.before[ranks] for ranks, _ in points]
         return Found(100 * (1 - np.array(after) / np.array(before)))
@@ -183,6 +157,6 @@ def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
         rises = "; ".join(name for name, one in found.items() if one.rises)
         errors = [*(one.error for one in found.values()), error_over(found.values())]
         rows.append([*str(reading).split(" | "), *errors, rises or "none"])
-    columns = dict.fromkeys(("dynamic", "accepted if", "if rejected", "tau", "budget", "main dyn"), "")
+    columns = dict.fromkeys(("dynamic", "accepted if", "if rejected", "tau"), "")
     columns |= dict.fromkeys((*kinds, "all"), ".1f") | {"rises on": ""}
     return {"one_changed": Table(columns, rows, "The default, and one rule changed")}
