@@ -217,6 +217,7 @@ RUNS = (
     Run("compiled.peers", ("--maxtext",), None, _maxtext, "peers_maxtext"),
     Run("compiled.pipeline", refusal=_compilers),
     Run("compiled.smallest_cluster", ("--device", "h100"), refusal=_compilers),
+    Run("training.generate"),
     Run("training.published", quick=()),
     Run("training.loading", ("--layers", "4")),
     Run("compiled.memory_model", refusal=_compilers),

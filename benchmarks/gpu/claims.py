@@ -82,6 +82,10 @@ def _copies() -> Iterable[tuple[str, str, Check]]:
         yield f"processes-{number}", text, processes.copies_between(number)
     text = "A killed process ends the copies of the others, which name it"
     yield "ended-process", text, processes.ended_process_is_named
+    text = f"Copy engines slow a GEMM by less than {engines.SLOWDOWN - 1:.0%}, and less than kernels do"
+    yield "gemm", text, engines.gemm_beside_copies
+    text = "A plan with its copies beside a GEMM exposes less than both before it"
+    yield "planned-copy", text, engines.planning_beside_gemm
 
 
 STORED = "Programs compiled for an absent GPU load and have equal results"

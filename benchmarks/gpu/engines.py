@@ -1,18 +1,150 @@
-"""Checks of copies by copy engines: values, sums of gradients at home, and errors.
+"""Checks of copy engines beside a GEMM: its slowdown by copies of expert weights and by planning, against kernels.
 
-The ranks are simulated: one device holds the arrays of all ranks.
+The ranks are simulated: one device holds the arrays of all ranks, so the numbers describe its memory and not a link
+between devices.
 """
+
+from collections.abc import Callable
+from functools import cache
+from time import perf_counter
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.gpu.findings import Finding, Scale
+from benchmarks.render.results import Table
 from jax_moe_lb.collectives.peer_copy import Route, after_start, copy_expert_weights, join, start
 from jax_moe_lb.collectives.plan_and_copy import plan_and_copy, post
 from jax_moe_lb.planners.greedy import greedy, greedy_planner
 
-RANKS, HOME, SLOTS = 8, 3, 2
+SLOWDOWN = 1.1
+"""Largest ratio of the time of a GEMM beside copies and alone."""
+
+RANKS = 8
+
+
+def seconds(function: Callable, *args: jax.Array, repeats: int) -> float:
+    """Return the median wall time of a compiled call, in seconds."""
+    jax.block_until_ready(function(*args))
+    times = []
+    for _ in range(repeats):
+        begin = perf_counter()
+        jax.block_until_ready(function(*args))
+        times.append(perf_counter() - begin)
+    return sorted(times)[repeats // 2]
+
+
+def gemm(x: jax.Array, home: jax.Array) -> jax.Array:
+    """Compute ten pairs of products, long enough for concurrent copies."""
+    for _ in range(10):
+        x = (x @ home[0]) @ home[0].T / x.shape[1]
+    return x
+
+
+def measure(width: int, inner: int, rows: int, slots: int, repeats: int) -> dict[str, float]:
+    """Return times in seconds of the GEMM and of copies of `slots` experts per rank, alone and concurrent."""
+    route = Route(())
+    home = jax.random.normal(jax.random.key(0), (RANKS, width, inner), jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(1), (rows, width), jnp.bfloat16)
+    # Every rank gets the experts of the next ranks.
+    wanted = (jnp.arange(RANKS, dtype=jnp.int32)[:, None] + 1 + jnp.arange(slots, dtype=jnp.int32)[None]) % RANKS
+
+    @jax.jit
+    def beside_copy_engines(x: jax.Array, home: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x, pending = after_start(start(home, wanted, route=route), x)
+        y = gemm(x, home)
+        return y, join(pending, after=y)
+
+    @jax.jit
+    def beside_kernels(x: jax.Array, home: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return gemm(x, home), home[wanted.reshape(-1)]
+
+    copied = 2 * RANKS * slots * width * inner
+    copies = seconds(jax.jit(lambda h: copy_expert_weights(h, wanted, route=route)), home, repeats=repeats)
+    ceiling = seconds(jax.jit(lambda h: jnp.tile(h, (slots, 1, 1))), home, repeats=repeats)
+    return {
+        "copied_bytes": copied,
+        "gemm_s": seconds(jax.jit(gemm), x, home, repeats=repeats),
+        "copies_s": copies,
+        "copies_bytes_per_s": copied / copies,
+        "kernel_copy_bytes_per_s": copied / ceiling,
+        "gemm_beside_copy_engines_s": seconds(beside_copy_engines, x, home, repeats=repeats),
+        "gemm_beside_kernels_s": seconds(beside_kernels, x, home, repeats=repeats),
+    }
+
+
+def measure_planned(width: int, inner: int, rows: int, slots: int, repeats: int) -> dict[str, float]:
+    """Return the seconds added to the GEMM by planning for the exact load and its copies, concurrent and sequential."""
+    route = Route(())
+    home = jax.random.normal(jax.random.key(0), (RANKS, width, inner), jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(1), (rows, width), jnp.bfloat16)
+    placement = jnp.full((RANKS, 1 + slots), -1, jnp.int32).at[:, 0].set(jnp.arange(RANKS, dtype=jnp.int32))
+    # Every second rank has load, so all others take replicas.
+    quota = jnp.diag(jnp.arange(RANKS, dtype=jnp.int32) % 2 * 1000)
+
+    @jax.jit
+    def beside(x: jax.Array, home: jax.Array, quota: jax.Array) -> tuple:
+        x, posted = post(placement, quota, home, x, planner=greedy_planner(RANKS, 1), route=route)
+        y, plan, pending = plan_and_copy(posted, gemm(x, home))
+        return y, plan, join(pending, after=y)
+
+    @jax.jit
+    def planned_before(x: jax.Array, home: jax.Array, quota: jax.Array) -> tuple:
+        plan = greedy(placement, quota, RANKS, 1)
+        slots = copy_expert_weights(home, plan[0][:, 1:], route=route)
+        x, slots = jax.lax.optimization_barrier((x, slots))
+        return gemm(x, home), plan, slots
+
+    gemm_alone = seconds(jax.jit(gemm), x, home, repeats=repeats)
+    planner = jax.jit(lambda quota: greedy(placement, quota, RANKS, 1))
+    return {
+        "exposed_s": seconds(beside, x, home, quota, repeats=repeats) - gemm_alone,
+        "exposed_if_before_s": seconds(planned_before, x, home, quota, repeats=repeats) - gemm_alone,
+        "planner_round_trip_s": seconds(planner, quota, repeats=repeats),
+        "empty_program_s": seconds(jax.jit(lambda quota: quota + 1), quota, repeats=repeats),
+    }
+
+
+@cache
+def measure_all(scale: Scale) -> dict[str, dict[str, float]]:
+    """Return both measurements for several numbers of slots."""
+    if scale.dry:
+        sizes = {"1 slot": (64, 32, 16, 1, 2)}
+    else:
+        sizes = {f"{slots} slots": (6144, 2048, 4096, slots, 20) for slots in (1, 2, 4)}
+    return {name: measure(*case) | measure_planned(*case) for name, case in sizes.items()}
+
+
+def table_of(found: dict[str, dict[str, float]]) -> Table:
+    """Return a table with one row per quantity and one column per case."""
+    names = next(iter(found.values()))
+    rows = [[name, *(of_case[name] for of_case in found.values())] for name in names]
+    return Table({"": ""} | dict.fromkeys(found, ".4g"), rows, f"{RANKS} ranks on one device")
+
+
+def gemm_beside_copies(scale: Scale) -> Finding:
+    """Check that copies by copy engines hardly slow a GEMM, and that copies by kernels slow it more."""
+    found = measure_all(scale)
+    engines, kernels = (
+        max(one[f"gemm_beside_{how}_s"] / one["gemm_s"] for one in found.values())
+        for how in ("copy_engines", "kernels")
+    )
+    text = f"GEMM x {engines:.2f} beside copy engines, x {kernels:.2f} beside kernels"
+    return Finding(engines <= SLOWDOWN and engines < kernels, text, table_of(found))
+
+
+def planning_beside_gemm(scale: Scale) -> Finding:
+    """Check that a plan with its copies beside a GEMM exposes less than both before it."""
+    found = measure_all(scale)
+    beside, before = (max(one[name] for one in found.values()) for name in ("exposed_s", "exposed_if_before_s"))
+    text = f"{beside * 1e6:.0f} us exposed beside the GEMM, {before * 1e6:.0f} us before it"
+    return Finding(beside < before, text, table_of(found))
+
+
+# ---- values ---------------------------------------------------------------------------
+
+HOME, SLOTS = 3, 2
 
 
 def _weights() -> jax.Array:

@@ -1,5 +1,6 @@
 """Statements of the papers' tables about domains and limits hold in the simulator, as run by the benchmarks."""
 
+import numpy as np
 import pytest
 
 from benchmarks.papers import sim_feplb as feplb
@@ -41,6 +42,26 @@ def test_whole_gradients_that_go_home_explain_table_vi_at_24_and_8_mb(setting):
 
 def test_domain_sizes_of_table_iv_are_the_fastest_in_the_simulator():
     assert all(row.simulated == row.published for row in hybridep.table_iv().rows)
+
+
+@pytest.mark.slow
+def test_more_datacenters_gain_less_from_domains_of_a_fixed_size():
+    for rate in hybridep.GBIT_PER_S:
+        found = [hybridep.speedup(number, 50, rate, 768) for number in (100, 200, 500, 1000)]
+        assert (np.diff(found) < 0).all()
+
+
+@pytest.mark.slow
+def test_no_speedup_is_above_what_the_share_of_tokens_that_cross_allows():
+    for size in (50, 250, 500):
+        share = (1000 - size) / 999
+        assert all(1 <= hybridep.speedup(1000, size, rate, 768) <= 1 / share for rate in hybridep.GBIT_PER_S)
+
+
+def test_traffic_between_datacenters_grows_with_tokens_in_plain_expert_parallelism_alone(setting):
+    plain, hybrid = (np.array([row.simulated for row in hybridep.figure_16(setting).rows[at::2]]) for at in (0, 1))
+    np.testing.assert_allclose(plain / plain[0], [1, 4, 16], rtol=1e-3)
+    np.testing.assert_allclose(hybrid, hybrid[0])
 
 
 def test_ultraeps_rates_give_the_sum_of_its_ideal_column():
