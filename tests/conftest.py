@@ -49,9 +49,6 @@ def pytest_addoption(parser):
         metavar="FOLDER",
         help="Folder of compiled programs, build/compiled by default; an empty name disables the cache.",
     )
-    group = parser.getgroup("random layer test", "tests/stress")
-    group.addoption("--layer-cases", type=int, default=396, help="Number of random inputs for the layer.")
-    group.addoption("--layer-case", metavar="P.I", help="Only input I of program P.")
     group = parser.getgroup("fuzz test of files", "tests/fuzz")
     group.addoption("--fuzz-files", type=int, default=2000, help="Number of mutated files.")
     group.addoption("--fuzz-seed", type=int, default=0, help="Seed of the mutations.")

@@ -18,7 +18,6 @@ RUNS = {
     "mutants": runs.mutants,
     "plans": runs.plans,
     "process_kills": runs.process_kills,
-    "signatures": runs.signatures,
     "soak": soak,
     "sockets": runs.sockets,
     "stalls": runs.stalls,

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,8 @@ PATHS = ("convert", "calibrate", "train", "resume")
 PER_RUN, STEPS_PER_KILL = 10, 10
 """Kills of a training run, and mean number of steps between two; a checkpoint is written every two steps."""
 
-PER_PROGRAM, PER_PROCESS = 250, 4
-"""Inputs of a random layer, and layers of one process."""
-
-INPUTS = 64
-"""Inputs of a layer from signatures."""
+INPUTS = 18
+"""Inputs of each random layer, one of each kind."""
 
 Tables = dict[str, Table]
 Tries = list[dict[str, Any]]
@@ -139,66 +135,20 @@ def plans(given: argparse.Namespace) -> Tables:
     return summary_of(tries, "random plans", condition, [note])
 
 
-def signatures(given: argparse.Namespace) -> Tables:
-    """Compare layers drawn from the public signatures with a dense float64 reference."""
+def layers(given: argparse.Namespace) -> Tables:
+    """Compare random layers under random transformations with a dense float64 reference."""
     found = logged(given)
     first, number = 1 + max((one["layer"] for one in found), default=-1), given.number or 160
     if first < number:
         found += run_into(given.log, "tests.stress.modules", str(first), str(number), str(INPUTS))
     bad = [one for one in found if one["faults"]]
-    tried, refused = sum(one["cases"] for one in found), sum(bool(one["refused"]) for one in found)
+    tried = sum(max(one["cases"], bool(one["faults"])) for one in found)
+    held = tried - sum(max(one["cases"], 1) for one in bad)
+    refused = sum(bool(one["refused"]) for one in found)
     notes = [f"{len(found) - refused} layers, and {refused} refused combinations of options."]
     notes += [f"Layer {one['layer']}: {one['faults'][0][:200]}." for one in bad[:9]]
-    condition = "values and gradients of all parameters equal those of a dense float64 layer"
-    held = tried - sum(one["cases"] for one in bad)
-    return summary("inputs of layers drawn from signatures", tried, held, condition, notes)
-
-
-def layers(given: argparse.Namespace) -> Tables:
-    """Compare random layers with a dense float64 reference, in processes of a few layers."""
-    from tests.stress.programs import SEED
-
-    number = given.number or 200
-    inputs = min(number, PER_PROGRAM)
-    with ExitStack() as stack:
-        log = given.log or log_file(f"{stack.enter_context(tempfile.TemporaryDirectory())}/layers.jsonl")
-        unfinished = [at for at in range(number // inputs) if at not in finished(log, inputs)]
-        for at in range(0, len(unfinished), PER_PROCESS):
-            run_layers(inputs, unfinished[at : at + PER_PROCESS], log)
-        done = finished(log, inputs)
-    tried, bad = inputs * len(done), [fault for _, faults in sorted(done.items()) for fault in faults]
     condition = "values and all gradients equal those of a dense float64 layer, counts exactly"
-    notes = [f"Seed {SEED}; {len(done)} compiled layers of {inputs} inputs each.", *bad[:9]]
-    return summary("random layers", tried, tried - len(bad), condition, notes)
-
-
-def finished(log: Path, inputs: int) -> dict[int, list[str]]:
-    """Return the failed cases of each finished layer of a log, one line each."""
-    cases: dict[int, dict[int, dict[str, Any]]] = {}
-    for case in objects(log.read_text()):
-        # The last result counts: an interrupted layer starts again.
-        cases.setdefault(case["program"], {})[case["number"]] = case
-    return {
-        layer: [f"Case {layer}.{case['number']}: {case['faults'][0][:200]}." for case in of.values() if case["faults"]]
-        for layer, of in cases.items()
-        if len(of) >= inputs
-    }
-
-
-def run_layers(inputs: int, numbers: list[int], log: Path) -> None:
-    """Run layers in one process; all cases of a layer that ends it have failed, and a new process runs the others."""
-    command = [sys.executable, "-m", "tests.stress.worker", str(inputs), *map(str, numbers)]
-    with log.open("ab") as file:
-        process = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.PIPE)
-        if process.returncode == 0:
-            return
-        done = finished(log, inputs)
-        fault = process.stderr.decode(errors="replace").strip().rpartition("\n")[2][:200]
-        broken = next(number for number in numbers if number not in done)
-        for number in range(inputs):
-            case = {"program": broken, "number": number, "pattern": "", "faults": [fault]}
-            file.write(json.dumps(case).encode() + b"\n")
-    run_layers(inputs, numbers[numbers.index(broken) + 1 :], log)
+    return summary("inputs of random layers", tried, held, condition, notes)
 
 
 def mutants(given: argparse.Namespace) -> Tables:
