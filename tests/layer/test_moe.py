@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import (
@@ -332,22 +331,6 @@ def test_bad_shapes_are_refused():
         moe(x, params, TopK(2), plain(), Topology.flat(8))
     with pytest.raises(ValueError, match=r"replica_slots is -1; expected at least 0"):
         System(replica_slots=-1)
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_explicit_mesh():
-    from jax.sharding import AxisType
-
-    case, mesh = Case(), make_mesh((2, 4), ("data", "expert"), AxisType.Explicit)
-    topology = Topology.from_mesh(mesh)
-    args = arguments(case, BY_NAME["zipf"], 8)
-    tokens, whole = PartitionSpec(("data", "expert")), PartitionSpec()
-    specs = (tokens, tokens, whole, PartitionSpec("expert"), tokens)
-    placed = tuple(jax.device_put(arg, NamedSharding(mesh, spec)) for arg, spec in zip(args, specs, strict=True))
-    (y, _), gradients = with_gradients(sharded_moe(mesh, topology, greedy()))(*placed)
-    (want, _), want_gradients = dense_with_gradients(TopK(2))(*args)
-    assert_close((y, gradients), (want, want_gradients), 1e-5)
 
 
 @pytest.mark.slow

@@ -9,9 +9,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_moe_lb import ExpertConfig, Experts, MoE, Precision, TopK, Topology, exact, feplb
 from jax_moe_lb.aot.collectives import collectives
 from jax_moe_lb.aot.hlo import parse_module
-from jax_moe_lb.core.experts import ADAPTERS, dense_ffn
+from jax_moe_lb.core.experts import dense_ffn
 from jax_moe_lb.transport import FsdpExperts, scan_prefetched
-from tests.adapters import adapters_of, with_adapters
 from tests.layer_cases import assert_close, make_mesh
 from tests.stress.dense_module import Tokens, dense
 
@@ -94,31 +93,6 @@ def test_experts_that_are_split_equal_whole_ones(case, system, x64):
     got = value, (nnx.to_pure_dict(of_layer), of_x)
     assert_close(got, (want[0], (nnx.to_pure_dict(want[1][0]), want[1][1])), 1e-12)
     check_collectives(run.lower(layer, placed).compile().as_text(), dict(mesh.shape))
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-@pytest.mark.parametrize("case", ["fsdp and tensor", "fsdp of experts"])
-def test_adapters_that_are_split_equal_whole_ones(case, x64):
-    sizes, names, table, _ = CASES[case]
-    mesh, one = make_mesh(sizes, names), make_mesh((1,), ("expert",))
-    x = jax.random.normal(jax.random.key(9), (4, 8, WIDTH), jnp.float64)
-
-    @nnx.jit
-    def run(layer, x):
-        return nnx.value_and_grad(lambda layer: jnp.square(layer(x)[0]).mean())(layer)
-
-    def found(mesh, system, topology, table):
-        layer, everywhere = with_biases(make(mesh, system, topology, table)), NamedSharding(mesh, PartitionSpec())
-        for name, value in adapters_of(with_adapters(layer._experts())).items():
-            setattr(layer, name, nnx.Param(jax.device_put(value, everywhere)))
-        value, gradients = run(layer, jax.device_put(x, everywhere))
-        return value, nnx.to_pure_dict(gradients)
-
-    value, gradients = found(mesh, exact(2), Topology.from_mesh(mesh, tensor_axes="tensor"), table)
-    assert_close((value, gradients), found(one, "plain", Topology.from_mesh(one), rules()), 1e-12)
-    assert not any(gradients[name].any() for name in ("up", "down", "gate", "up_bias", "down_bias", "gate_bias"))
-    assert all(gradients[name].any() for name in ADAPTERS)
 
 
 def check_collectives(text, axes):

@@ -1,6 +1,5 @@
 """Rounds under random plans: for any plan and routing, each row is served exactly once."""
 
-import functools
 import itertools
 from dataclasses import replace
 
@@ -8,16 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 
-from benchmarks.layer.workloads import WORKLOADS, Workload
+from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import (
     Buffers,
     Experts,
-    HostCallback,
-    Plan,
-    System,
     TopK,
     Topology,
     exact,
@@ -30,16 +24,8 @@ from jax_moe_lb.kernels import grouped_ffn
 from jax_moe_lb.kernels.grouped_matmul import grouped_outer
 from jax_moe_lb.transport import Direct, Gather, Once, Saved, slot_weights
 from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
-from tests.oracle import random_plan
 
 pytestmark = pytest.mark.slow
-
-
-def any_plan(counts, plan, topology):
-    """Return a random legal plan, the same on every rank."""
-    rng = np.random.default_rng(counts.astype(np.uint32).reshape(-1))
-    placement, quota = random_plan(rng, counts, plan.slots, plan.domain)
-    return Plan(placement, quota, domain=plan.domain)
 
 
 def unread_sums_as_nan(traced):
@@ -81,44 +67,6 @@ def test_gradients_of_empty_slots_are_not_read(system, workload, monkeypatch):
     (want, _), want_gradients = dense_with_gradients(TopK(2))(*args)
     assert_close((y, gradients), (want, want_gradients), 1e-4)
     assert traced
-
-
-@functools.cache
-def compiled(per_tok, headroom, domain):
-    mesh = make_mesh((8,), ("expert",))
-    topology = Topology.from_mesh(mesh, ranks_per_domain=domain)
-    system = System(HostCallback(any_plan), dispatch=Direct(Buffers(headroom)), replica_slots=2)
-    router = TopK(per_tok, renormalise=False)
-    return with_gradients(sharded_moe(mesh, topology, system, router)), dense_with_gradients(router)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("per_tok", "headroom", "domain"), [(1, 0.15, 8), (3, 0.6, 4)])
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@example(seed=1048576, skew=30.0, idle=254)  # the router's gradient nearly cancels
-@given(seed=st.integers(0, 2**32 - 1), skew=st.sampled_from([0.0, 1.0, 30.0]), idle=st.integers(0, 255))
-def test_random_plans_and_routings_equal_dense(per_tok, headroom, domain, seed, skew, idle, x64):
-    """`idle` masks any subset of the ranks."""
-    case = Case(num_tokens=10, per_tok=per_tok)
-    workload = Workload(
-        "drawn",
-        lambda rng, num_ranks, num_experts: skew * rng.normal(size=(num_ranks, num_experts)),
-        lambda num_ranks: (idle >> np.arange(num_ranks)) & 1 == 1,
-    )
-    logits = workload.logits(seed, 8, case.num_tokens, case.num_experts).reshape(-1, case.num_experts)
-    rng = np.random.default_rng(seed)
-    x = jnp.asarray(np.concatenate([rng.normal(size=(80, case.features)), logits / 4], 1), "float64")
-    mask = jnp.asarray(workload.mask(8, case.num_tokens).reshape(-1))
-    target = jnp.asarray(rng.normal(size=x.shape), "float64")
-    layer, dense = compiled(per_tok, headroom, domain)
-    kernel, experts = case.params("float64")
-    (y, stats), gradients = layer(x, mask, kernel, experts, target)
-    (want, _), want_gradients = dense(x, mask, kernel, experts, target)
-    assert_close((y, gradients), (want, want_gradients), 1e-11)
-    capacity = Buffers(headroom).rows(case.num_tokens * per_tok)
-    assert int(stats.rounds[0]) == -(-int(stats.load_after.max()) // capacity)
-    assert int(stats.load_after.sum()) == per_tok * int(mask.sum())
-    assert layer._cache_size() == 1
 
 
 FORM_SYSTEMS = {"home": plain(), "gathered": greedy(2), "relayed": ultraep(2), "two_phase": feplb(2)}

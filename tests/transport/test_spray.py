@@ -191,41 +191,23 @@ def test_without_rails_rows_travel_along_the_receivers_rail():
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_the_layer_equals_that_of_direct_dispatch():
-    """Outputs and statistics are bitwise equal."""
-    want, got = layers_of_direct_and_spray(jax.jit)
-    assert_same_outputs(got, want)
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_gradients_of_the_layer_equal_those_of_direct_dispatch():
-    """Each round sums gradients of other rows; `test_conformance` covers float64."""
-    (want, want_gradients), (got, gradients) = layers_of_direct_and_spray(with_gradients)
-    assert_same_outputs(got, want)
-    assert_close(gradients, want_gradients, 1e-6)
-
-
-def assert_same_outputs(got, want):
-    (y, stats), (want_y, want_stats) = got, want
-    assert int(stats.rounds.max()) > 1
-    np.testing.assert_array_equal(y, want_y)
-    for name in (field.name for field in fields(stats) if field.name != "fault"):
-        np.testing.assert_array_equal(getattr(stats, name), getattr(want_stats, name), err_msg=name)
-
-
-def layers_of_direct_and_spray(transformation):
-    """Return results of the same layer with `Direct` and with `MultiRailDispatch`, each under the transformation."""
+    """Outputs and statistics are bitwise equal. Each round sums gradients of other rows."""
     case, mesh = Case(), make_mesh((2, 2, 2), ("data", "node", "rail"))
     topology = Topology.from_mesh(mesh, ("node", "rail"), rails_per_node=2)
     x, mask = case.tokens(BY_NAME["zipf"], 8, "float32")
-    kernel, experts = case.params("float32")
     target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), "float32")
     systems = (
         System(Greedy(), dispatch=Direct(Buffers(HEADROOM)), replica_slots=2),
         System(Chain((Greedy(), RailS())), dispatch=MultiRailDispatch(Buffers(HEADROOM)), replica_slots=2),
     )
-    operands = (x, mask, kernel, experts) if transformation is jax.jit else (x, mask, kernel, experts, target)
-    return [transformation(sharded_moe(mesh, topology, system))(*operands) for system in systems]
+    operands = x, mask, *case.params("float32"), target
+    results = [with_gradients(sharded_moe(mesh, topology, system))(*operands) for system in systems]
+    ((want_y, want_stats), want_gradients), ((y, stats), gradients) = results
+    assert int(stats.rounds.max()) > 1
+    np.testing.assert_array_equal(y, want_y)
+    for name in (field.name for field in fields(stats) if field.name != "fault"):
+        np.testing.assert_array_equal(getattr(stats, name), getattr(want_stats, name), err_msg=name)
+    assert_close(gradients, want_gradients, 1e-6)
 
 
 # ---- traffic between nodes ------------------------------------------------------------
