@@ -125,6 +125,26 @@ def host_plans(balancer, topology, num_experts, slots, num_tokens=50, seeds=3):
             yield plan, counts
 
 
+@pytest.mark.parametrize(
+    "balancer", [EPLBPlus(), Exact(localize=False), FEPLB(), UltraEP(min_tokens=1)], ids=lambda b: type(b).__name__
+)
+def test_domains_are_planned_each_for_itself(balancer):
+    """These plan by the totals of experts: tokens of other domains count, on any rank."""
+    counts = WORKLOADS[2].counts(0, 16, 512, 64, 4)
+
+    def plan_for(counts, topology):
+        return balancer.rebalance(counts, plain_plan(counts, topology, 8), topology, ())[0]
+
+    plan = plan_for(counts, Topology.flat(16, 4))
+    for first in range(0, 16, 4):
+        ranks, home = slice(first, first + 4), slice(4 * first, 4 * first + 16)
+        alone = plan_for(counts[:, home].reshape(4, 4, 16).sum(0, dtype=np.int32), Topology.flat(4))
+        np.testing.assert_array_equal(plan.quota[home, ranks], alone.quota)
+        np.testing.assert_array_equal(
+            plan.placement[ranks], np.where(alone.placement < 0, -1, alone.placement + 4 * first)
+        )
+
+
 @pytest.mark.parametrize("balancer", BALANCERS.values(), ids=lambda b: type(b).__name__)
 def test_planners_in_kernels_of_gpus_do_not_wait_for_the_host(balancer):
     """Kernels take domains of at most 128 ranks; see `tests/planners/test_kernels.py` for their programs."""

@@ -2,7 +2,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.layer.workloads import WORKLOADS
 from benchmarks.plans import popular_ranks
 from jax_moe_lb import Plan, Topology
 from jax_moe_lb.balancers import EPLBPlus, Greedy
@@ -42,17 +41,6 @@ def test_replicas_of_another_balancer_count_as_copies():
     check_plan(plan, counts)
     assert plan.placement.tolist() == [[0, 2, -1], [1, 2, 0], [2, 0, -1]]
     assert plan.quota[0].tolist() == [4, 4, 4]
-
-
-def test_domains_are_planned_each_for_itself():
-    counts = WORKLOADS[2].counts(0, 16, 512, 64, 4)
-    plan = plan_for(counts, domain=4, slots=8)
-    for first in range(0, 16, 4):
-        home = slice(first * 4, first * 4 + 16)
-        alone = plan_for(
-            np.concatenate([counts.sum(0, dtype=np.int32)[None, home], np.zeros((3, 16), np.int32)]), slots=8
-        )
-        np.testing.assert_array_equal(plan.quota[home, first : first + 4], alone.quota)
 
 
 @pytest.mark.slow

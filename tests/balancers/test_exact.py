@@ -81,17 +81,6 @@ def test_replicas_go_where_tokens_start():
     assert max(gained) > 0
 
 
-def test_domains_are_planned_each_for_itself():
-    counts = WORKLOADS[2].counts(0, 16, 512, 64, 4)
-    plan = plan_for(counts, domain=4, slots=6, localize=False)
-    for first in range(0, 16, 4):
-        home = slice(first * 4, first * 4 + 16)
-        tokens = np.zeros((4, 16), np.int32)
-        tokens[0] = counts[:, home].sum(0)
-        alone = plan_for(tokens, slots=6, localize=False)
-        np.testing.assert_array_equal(plan.quota[home, first : first + 4], alone.quota)
-
-
 def test_replicas_of_another_balancer_are_planned_anew():
     counts = WORKLOADS[1].counts(0, 8, 512, 16, 2)
     chained = plan_for(counts, slots=4, balancer=Chain((Greedy(), Exact())))

@@ -102,16 +102,6 @@ def test_experts_move_whole_and_only_dynamic_ones():
         assert (tokens[rank] > tokens[expert]).sum() < 3
 
 
-@pytest.mark.slow
-def test_domains_are_planned_each_for_itself():
-    loads = LOADS[8][0]
-    plan = plan_for(loads, domain=4, slots=24)
-    for first in (0, 4):
-        home = slice(first * 16, first * 16 + 64)
-        alone = plan_for(loads.reshape(2, 4, -1).sum(0, dtype=np.int32)[:, home], slots=24)
-        np.testing.assert_array_equal(plan.quota[home, first : first + 4], alone.quota)
-
-
 def test_after_another_balancer_only_homes_give():
     loads = np.array([[100, 60, 0, 0, 0, 0]] * 3, np.int32)
     start = plain_plan(loads, Topology.flat(3), 4)

@@ -3,7 +3,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.layer.workloads import WORKLOADS
 from benchmarks.plans import popular_ranks
 from jax_moe_lb import Plan, Topology
 from jax_moe_lb.balancers import UltraEP
@@ -90,16 +89,6 @@ def test_all_tokens_to_one_expert():
 def test_a_replica_can_be_smaller_than_min_tokens():
     """Algorithm 1 as printed would leave this load unchanged."""
     assert load(plan_for(spread(np.array([130, 70]), 2), slots=2, min_tokens=1024)).tolist() == [101, 99]
-
-
-@pytest.mark.slow
-def test_domains_are_planned_each_for_itself():
-    counts = WORKLOADS[2].counts(0, 16, 512, 64, 4)
-    plan = plan_for(counts, domain=4, slots=8, min_tokens=1)
-    for first in range(0, 16, 4):
-        home = slice(first * 4, first * 4 + 16)
-        alone = plan_for(spread(counts.sum(0)[home], 4), slots=8, min_tokens=1)
-        np.testing.assert_array_equal(plan.quota[home, first : first + 4], alone.quota)
 
 
 def test_replicas_of_another_balancer_keep_their_slot_and_quota():
