@@ -125,9 +125,8 @@ def function(layer: MoE, form: str, x: Array, tokens: Tokens) -> tuple:
     of_tokens = (tokens.mask, jnp.asarray(tokens.token_ids, jnp.int32), segments, jnp.arange(len(x), dtype=jnp.int32))
     of_tokens += (tokens.experts, tokens.weights)
     experts = jax.tree.map(lambda w: w.astype(x.dtype), layer._experts())
-    router = MoEParams(
+    router = (
         layer.kernel[...],
-        None,
         None if layer.kernel_bias is None else layer.kernel_bias[...],
         None if layer.bias is None else layer.bias[...],
     )
@@ -141,7 +140,8 @@ def function(layer: MoE, form: str, x: Array, tokens: Tokens) -> tuple:
         position = position if around else None
         info = TokenInfo(mask, ids, key, segments, number if segments is not None else None, position, given, weights)
         start = MoEState(jax.tree.map(lambda leaf: leaf[0], state), homes)
-        params = replace(router, experts=experts)
+        kernel, *biases = router
+        params = MoEParams(kernel, experts, *biases)
         y, stats, after = moe(x, params, layer.router, layer.system, topology, start, info, layer.losses)
         return y, *jax.tree.map(lambda leaf: leaf[None], (stats, after.balancer))
 
