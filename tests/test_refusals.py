@@ -6,6 +6,7 @@ The cases are generated from signatures, so new classes, commands and options ta
 import dataclasses
 import importlib
 import inspect
+import re
 import time
 import typing
 from enum import Enum
@@ -27,6 +28,7 @@ from jax_moe_lb import (
     Losses,
     MoE,
     MoEParams,
+    Precision,
     TokenInfo,
     TopK,
     Topology,
@@ -404,6 +406,10 @@ REFUSED = {
         ),
         "rules split axis 'mlp' of size 7 over ('data',); expected a multiple of 2",
     ),
+    "a mesh without experts": (
+        partial(a_layer, mesh=make_mesh((2, 2), ("data", "ep"))),
+        "mesh has the axes ('data', 'ep'); expected the axis 'expert', or topology=Topology.from_mesh(mesh, 'ep') with",
+    ),
     "moe outside": (partial(a_rank, around=False), "topology has the axes ('expert', 'tensor'); expected axes of"),
     "moe of a flat topology": (partial(a_rank, topology=Topology.flat(2)), "topology has no expert_axes; expected one"),
     "moe of a list": (partial(a_rank, x=[1.0]), "x is [1.0]; expected an instance of Array"),
@@ -491,6 +497,27 @@ def test_arguments_of_functions(case, unchecked):
     assert "; expected " in text
     assert "\n" not in text
     assert len(text) < 500
+
+
+@pytest.mark.parametrize(
+    ("system", "remedy"),
+    [
+        (balancers.Exact(), "Pass System(Exact(), replica_slots=2)."),
+        (systems.exact, "Call the function, as in exact()."),
+        (None, "an instance of System or a string"),
+    ],
+)
+@pytest.mark.parametrize("take", [a_layer, partial(balance, nnx.Linear(2, 2, rngs=nnx.Rngs(0)), mesh=FSDP)])
+def test_an_object_beside_a_system_is_refused_with_the_remedy(take, system, remedy, unchecked):
+    with pytest.raises(TypeError, match=f"^system is .*; expected .*{re.escape(remedy)}$"):
+        take(system=system)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float8_e4m3fn])
+def test_a_dtype_is_refused_with_transfers_as_remedy_if_it_has_eight_bits(dtype):
+    with pytest.raises(ValueError, match=r"^precision.dtype is float.*; expected bfloat16, float32 or") as refused:
+        Precision(dtype)
+    assert ("Pass transfer_dtype" in str(refused.value)) == (jnp.dtype(dtype).itemsize == 1)
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (0, 16, 8), (4, 0, 8)])

@@ -125,17 +125,18 @@ ARRAY_KINDS = {jnp.integer: "integers", jnp.floating: "floating-point numbers", 
 
 
 def checked_dtype(argument: str, value: Any, allowed: tuple[Any, ...], remedy: str = "") -> np.dtype:
-    """Return a dtype among some, as `np.dtype`."""
+    """Return a dtype among some, as `np.dtype`; the error for another dtype of 8 bits has the remedy."""
     # Equal options then compare equal, as required of static arguments of `jax.jit`.
     names = [jnp.dtype(dtype).name for dtype in allowed]
-    wanted = f"{', '.join(names[:-1])} or {names[-1]}{remedy}"
+    wanted = f"{', '.join(names[:-1])} or {names[-1]}"
     try:
         dtype = jnp.dtype(value)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{argument} is {shown(value)}; expected {wanted}") from error
     if dtype.name not in names:
         # `jnp.dtype` turns unknown classes into "object".
-        raise ValueError(f"{argument} is {shown(value) if dtype.kind == 'O' else dtype.name}; expected {wanted}")
+        given = shown(value) if dtype.kind == "O" else dtype.name
+        raise ValueError(f"{argument} is {given}; expected {wanted}{remedy if dtype.itemsize == 1 else ''}")
     return dtype
 
 

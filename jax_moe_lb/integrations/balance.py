@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh
 
 from jax_moe_lb.core.topology import Topology, home_experts_per_rank
 from jax_moe_lb.integrations.blocks import Adapter, BlockConfig
-from jax_moe_lb.layer.arguments import check_types
+from jax_moe_lb.layer.arguments import check_system, check_types
 from jax_moe_lb.layer.systems import System, system_named
 from jax_moe_lb.nn.moe import check_mesh, resolve_system
 
@@ -72,7 +72,8 @@ def balance(
         ...
         ValueError: model is a Linear without MoE blocks; expected one or more of maxtext.layers.moe.RoutedMoE, ...
     """
-    check_types(model=(model, nnx.Module), mesh=(mesh, Mesh), system=(system, System | str))
+    check_types(model=(model, nnx.Module), mesh=(mesh, Mesh))
+    check_system(system)
     check_types(topology=(topology, Topology | None), record_stats=(record_stats, bool))
     system = system_named(system) if isinstance(system, str) else system
     if topology is not None:

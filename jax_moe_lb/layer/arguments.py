@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.core.checks import check_array, check_value, shown
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.manual_axes import varying_axes
 from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.layer.system import System
 from jax_moe_lb.routing.routers import Router, RouterFunction, Routing, TokenInfo, router_options
 from jax_moe_lb.transport.expert_domains import GatherExpertDomain
 
@@ -24,6 +26,19 @@ def check_types(**arguments: tuple[Any, Any]) -> None:
     """Check arguments, each a pair of value and type, by name."""
     for name, (value, kind) in arguments.items():
         check_value(name, value, kind)
+
+
+def check_system(system: Any) -> None:
+    """Check the type of a system; the error has the remedy for a balancer and a function."""
+    try:
+        check_value("system", system, System | str)
+    except TypeError as error:
+        remedy = ""
+        if isinstance(system, Balancer):
+            remedy = f". Pass System({type(system).__name__}(), replica_slots=2)."
+        elif callable(system):
+            remedy = ". Call the function, as in exact()."
+        raise TypeError(f"{error}{remedy}") from error
 
 
 def check_router(router: RouterFunction, num_experts: int) -> None:

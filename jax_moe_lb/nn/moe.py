@@ -15,7 +15,7 @@ from jax_moe_lb.core.checks import check_integer, check_value, shown
 from jax_moe_lb.core.experts import ADAPTERS, Experts
 from jax_moe_lb.core.stats import Stats, raise_if_concrete
 from jax_moe_lb.core.topology import Topology, home_experts_per_rank
-from jax_moe_lb.layer.arguments import check_router, check_tokens, check_types
+from jax_moe_lb.layer.arguments import check_router, check_system, check_tokens, check_types
 from jax_moe_lb.layer.systems import System, system_named
 from jax_moe_lb.nn.config import ExpertConfig, Precision, SharedExpert
 from jax_moe_lb.nn.sharding import (
@@ -119,7 +119,6 @@ class MoE(nnx.Module):
         check_types(
             mesh=(mesh, Mesh),
             topology=(topology, Topology | None),
-            system=(system, System | str),
             experts=(experts, ExpertConfig),
             shared=(shared, SharedExpert | None),
             losses=(losses, Losses),
@@ -128,12 +127,13 @@ class MoE(nnx.Module):
             rules=(rules, tuple | list | None),
             rngs=(rngs, nnx.Rngs),
         )
+        check_system(system)
         check_router(router, num_experts)
         _check_rules(rules)
         system = system_named(system) if isinstance(system, str) else system
         migrate = system.migrate
         if topology is None:
-            topology = migrate.domains.between if migrate else Topology.from_mesh(mesh)
+            topology = migrate.domains.between if migrate else _default_topology(mesh)
         _check_domains(topology, migrate)
         home_experts_per_rank(num_experts, topology.num_ranks * (migrate.domains.domain_size if migrate else 1))
         check_mesh(mesh, topology)
@@ -432,6 +432,15 @@ def _check_rules(rules: LogicalAxisRules | None) -> None:
             raise TypeError(f"rules has {shown(rule)}; expected pairs of a logical axis and its mesh axes")
     if missing := sorted({"exp", "embed", "mlp"} - {name for name, _ in rules}):
         raise ValueError(f"rules is {shown(rules)}; expected a pair for each of {missing}, too")
+
+
+def _default_topology(mesh: Mesh) -> Topology:
+    if "expert" not in mesh.axis_names:
+        raise ValueError(
+            f"mesh has the axes {mesh.axis_names}; expected the axis 'expert', or "
+            f"topology=Topology.from_mesh(mesh, {mesh.axis_names[-1]!r}) with the axis of the experts"
+        )
+    return Topology.from_mesh(mesh)
 
 
 def _check_domains(topology: Topology, migrate: GatherExpertDomain | None) -> None:
