@@ -81,7 +81,16 @@ FIGURE_11 = {
     "Qwen3": Training(QWEN3, 574.7, (315, 474, 524), (2.86, 1.17, 1.03)),
     "DSV3": Training(layer(7168, 2048, 256), 637.6, (509, 553, 613), (1.30, 1.18, 1.01)),
 }
+FIGURE_12 = {
+    "Qwen3, STEM": (Case(128, 64, 2, 3.68), 1.11, 1.04),
+    "Qwen3, Mixed": (Case(128, 64, 2, 4.01), 1.11, 1.03),
+    "GLM4.7, STEM": (Case(160, 40, 4, 3.09), 1.08, 1.01),
+    "GLM4.7, Mixed": (Case(160, 40, 4, 2.06), 1.06, 1.01),
+}
+"""Imbalance of EPLB+ and UltraEP."""
+
 TABLE_3 = {"EPLB+": (1.19, 107, 8.5), "UltraEP": (1.03, 45, 6.8)}
+FIGURE_15 = {("EPLB+", 6.0): 1.40, ("EPLB+", 8.0): 1.40, ("UltraEP", 6.0): 1.07, ("UltraEP", 8.0): 1.09}
 FIGURE_16 = {1.5: (0.22, 0.24), 2.0: (0.27, 0.28), 4.0: (0.37, 0.29), 6.0: (0.47, 0.28), 8.0: (0.52, 0.28)}
 """ms to distribute weights, by imbalance before balancing: from home alone, and with relays."""
 

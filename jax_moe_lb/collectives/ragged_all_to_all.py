@@ -131,8 +131,8 @@ def _by_pairs(
     if disjoint and per_pair > 1:
         return from_wire(_packed(steps, operand, output, pairs, axis_name), dtype)
     for i in range(per_pair):
-        parts = (array[i::per_pair] for array in (first, sizes, landings, arriving))
-        output = _exchanged(steps, operand, output, _Pairs(*parts, of_ranks[:, i::per_pair]), axis_name)
+        parts = (array[..., i::per_pair] for array in (first, sizes, landings, arriving, of_ranks))
+        output = _exchanged(steps, operand, output, _Pairs(*parts), axis_name)
     return from_wire(output, dtype)
 
 
