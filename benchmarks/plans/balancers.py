@@ -20,8 +20,7 @@ from jax_moe_lb.layer.systems import eplb, eplb_plus, fastermoe, feplb, greedy, 
 from jax_moe_lb.planners import rebalance_experts
 from jax_moe_lb.sim import ModelShape, mean_report, simulate
 from jax_moe_lb.sim.run import StageTime, States
-from jax_moe_lb.sim.traffic import replicas_between
-from jax_moe_lb.sim.work import layer_facts
+from jax_moe_lb.sim.work import layer_facts, replicas_between
 from jax_moe_lb.transport import Relay
 
 NODE = 8

@@ -100,11 +100,11 @@ def check_value(argument: str, value: object, kind: Any) -> None:
     raise error(f"{argument} is {shown(value)}; expected {expected(kind)}")
 
 
-def check_integer(argument: str, value: Any, least: int = 1, most: int = 2**31 - 1) -> None:
-    """Check an integer and its range."""
+def check_integer(argument: str, value: Any) -> None:
+    """Check a count that fits int32."""
     check_value(argument, value, int)
-    if not least <= value <= most:
-        raise ValueError(f"{argument} is {value}; expected an integer from {least} to {most}")
+    if not 1 <= value <= 2**31 - 1:
+        raise ValueError(f"{argument} is {value}; expected an integer from 1 to {2**31 - 1}")
 
 
 def check_array(argument: str, value: object, shape: tuple[Any, ...], kind: Any) -> None:

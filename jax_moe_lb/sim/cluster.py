@@ -13,7 +13,7 @@ from typing import Annotated
 import numpy as np
 from jaxtyping import Float, Num
 
-from jax_moe_lb.core.checks import Count, Least, NonNegative, Positive, check_integer, checked_fields, shown
+from jax_moe_lb.core.checks import Count, Least, Natural, NonNegative, Positive, checked_fields, shown
 from jax_moe_lb.core.topology import LEVEL_NAMES, Level, Topology
 
 MOST_BYTES = 8.0
@@ -315,7 +315,7 @@ class Cluster:
     communication: Communication = field(default_factory=Communication)
     backward_factor: Annotated[float, Least(1.0)] = 3.0
     jitter: float = 0.0
-    jitter_seed: int = 0
+    jitter_seed: Natural = 0
 
     def __post_init__(self) -> None:
         names = [level.name for level in self.levels]
@@ -325,7 +325,6 @@ class Cluster:
             raise ValueError(f"Cluster.domain_level is {shown(self.domain_level)}; expected one of {names}")
         if not 0 <= self.jitter <= MOST_JITTER:
             raise ValueError(f"Cluster.jitter is {self.jitter}; expected 0 to {MOST_JITTER}")
-        check_integer("Cluster.jitter_seed", self.jitter_seed, 0)
         for level, inner in zip(self.levels, self.inner, strict=True):
             # Each rank uses one link, and every link serves equally many ranks.
             if inner % level.links:

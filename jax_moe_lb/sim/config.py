@@ -10,11 +10,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.device_rates import GpuRates, TpuRates, device_rates
 from jax_moe_lb.core.file_limits import FileLimits
+from jax_moe_lb.core.quantities import rate, size, speed, time
 from jax_moe_lb.core.topology import INT32_MAX, LEVEL_NAMES
 from jax_moe_lb.recordings.yaml_file import read_yaml
 from jax_moe_lb.sim.cluster import AnalyticGemm, Cluster, Communication, Gemm, Links, MeasuredGemm
@@ -23,7 +24,6 @@ from jax_moe_lb.sim.limits import MOST_LAYERS, MOST_POINTS, MOST_WIDTH
 from jax_moe_lb.sim.loads import LoadShape
 from jax_moe_lb.sim.migration import Migration
 from jax_moe_lb.sim.model import ModelShape, Parallel, Peers, Step
-from jax_moe_lb.sim.quantity_fields import RateField, SizeField, SpeedField, TimeField
 from jax_moe_lb.transport.compression import Codec, CodecBase
 
 VERSION = 1
@@ -38,6 +38,10 @@ MOST_NAME = 60
 CountField = Annotated[int, Field(strict=True, ge=1, le=INT32_MAX)]
 """Count of 1 to the maximum of int32, because planners count in int32."""
 
+SizeField = Annotated[float, BeforeValidator(size)]
+RateField = Annotated[float, BeforeValidator(rate)]
+TimeField = Annotated[float, BeforeValidator(time)]
+SpeedField = Annotated[float, BeforeValidator(speed)]
 LayersField = Annotated[int, Field(strict=True, ge=1, le=MOST_LAYERS)]
 WidthField = Annotated[int, Field(strict=True, ge=1, le=MOST_WIDTH)]
 RowsField = Annotated[float, Field(ge=0, le=INT32_MAX)]

@@ -7,13 +7,14 @@ the largest ones. `benchmarks/compiled/memory_model.py` compares the sum with th
 import math
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
+from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.hbm import SUMS_BYTES, ByteBreakdown, joins_weights
 from jax_moe_lb.sim.migration import Migration
 from jax_moe_lb.sim.model import ModelShape, Step
+from jax_moe_lb.transport.cost import RowArrays
 
 MOMENTS_BYTES = 8.0
 """Bytes of Adam's two moments per parameter, in float32."""
@@ -91,17 +92,6 @@ def memory_of(system: System, model: ModelShape, cluster: Cluster, migration: Mi
     return always + max(phases, key=lambda phase: phase.total)
 
 
-class _RowBytes(NamedTuple):
-    """Bytes of the arrays of `RowArrays`, and of one hidden activation."""
-
-    sent: int
-    received: int
-    computed: int
-    hidden: int
-    forwarded: int
-    carried: int
-
-
 @dataclass(frozen=True)
 class _Layer:
     """Memory of one running layer, in each phase that may be the peak."""
@@ -133,13 +123,13 @@ class _Layer:
         held = rows.forwarded + rows.carried * self.loops
         exchanging = rows.sent + (rows.received or rows.computed)
         gathering = rows.received + rows.computed
-        computing = rows.computed + (self.model.matrices - 1) * rows.hidden
+        computing = rows.computed + (self.model.matrices - 1) * self._hidden
         return self._products(1, held + max(exchanging, gathering, computing))
 
     def of_hidden(self) -> Memory:
         """Count the gradients of hidden activations: rows, gradients of outputs, and both passes' activations."""
         rows = self._rows
-        phase = self._products(2, 2 * rows.computed + 2 * self.model.matrices * rows.hidden + self._held())
+        phase = self._products(2, 2 * rows.computed + 2 * self.model.matrices * self._hidden + self._held())
         # In a loop, the sums of earlier rounds exist; the gradient of `down` follows.
         return replace(phase, sums=self._sums() * (self.loops + 1 / self.model.matrices))
 
@@ -147,14 +137,14 @@ class _Layer:
         """Count the gradients of rows: rows, and a product with each of the inner matrices."""
         # Rows are needed for the gradients of these matrices, which come last. The gradient of `down` is complete.
         rows, matrices = self._rows, self.model.matrices
-        phase = self._products(2, matrices * rows.computed + (matrices - 1) * rows.hidden + self._held())
+        phase = self._products(2, matrices * rows.computed + (matrices - 1) * self._hidden + self._held())
         return replace(phase, sums=self._sums() * (self.loops + 1 / matrices))
 
     def of_weights(self) -> Memory:
         """Count the gradients of the inner matrices, beside the exchange of the gradients of rows."""
         rows, matrices = self._rows, self.model.matrices
         exchanged = rows.computed + (0 if self.loops and not rows.received else rows.sent)
-        phase = self._products(0, rows.computed + exchanged + (matrices - 1) * rows.hidden + self._held())
+        phase = self._products(0, rows.computed + exchanged + (matrices - 1) * self._hidden + self._held())
         # A loop adds one kind at a time to the carried sums.
         return replace(phase, sums=self._sums() * (1 + self.loops / matrices))
 
@@ -162,7 +152,7 @@ class _Layer:
         """Count the gradients of replicas on the way home: one array sent, one received, and their sums."""
         if not self.replica_slots:
             return Memory()
-        model, domain = self.model, self.cluster.topology(self._inside()).ranks_per_domain
+        model, domain = self.model, self._topology.ranks_per_domain
         room = self.system.replicate.max_incoming_replicas(self.replica_slots, self.num_home, domain)
         return Memory(
             replicas=float(self.replica_slots * model.expert_bytes),
@@ -185,19 +175,22 @@ class _Layer:
         )
 
     @cached_property
-    def _rows(self) -> "_RowBytes":
+    def _topology(self) -> Topology:
+        return self.cluster.topology(self.migration.group_sizes(self.cluster))
+
+    @cached_property
+    def _rows(self) -> RowArrays:
+        """Arrays of a round, in bytes."""
         model = self.model
-        rows = self.system.dispatch.cost().row_arrays(
-            model.tokens, model.per_token, self.cluster.topology(self._inside())
-        )
-        return _RowBytes(
-            rows.sent * model.row_bytes,
-            rows.received * model.row_bytes,
-            rows.computed * model.row_bytes,
-            rows.computed * model.inner * model.itemsize,
-            rows.forwarded * model.row_bytes,
-            int(rows.carried * model.row_bytes * (SUMS_BYTES / model.itemsize if rows.carries_sums else 1)),
-        )
+        rows = self.system.dispatch.cost().row_arrays(model.tokens, model.per_token, self._topology)
+        widened = SUMS_BYTES / model.itemsize if rows.carries_sums else 1
+        carried = int(rows.carried * model.row_bytes * widened)
+        return RowArrays(*(number * model.row_bytes for number in rows))._replace(carried=carried)
+
+    @property
+    def _hidden(self) -> int:
+        """Bytes of one hidden activation."""
+        return self._rows.computed // self.model.hidden * self.model.inner
 
     def _held(self) -> int:
         """Return the bytes held during a backward round: forwarded rows, and carried gradients of rows."""
@@ -213,10 +206,6 @@ class _Layer:
         parameters = (self.num_home + self.replica_slots) * self.model.expert_bytes / self.model.itemsize
         # A single round rounds each gradient as it is written.
         return parameters * (SUMS_BYTES if self.loops else self.model.itemsize)
-
-    def _inside(self) -> tuple[int, ...]:
-        sizes = self.migration.sizes(self.cluster)
-        return tuple(level.size // size for level, size in zip(self.cluster.levels, sizes, strict=True))
 
 
 def _gathered_bytes(model: ModelShape, cluster: Cluster, migration: Migration, step: Step) -> float:

@@ -56,6 +56,14 @@ class Migration:
             raise ValueError(f"domain_sizes is {sizes}; expected a divisor of each of the levels' sizes {members}")
         return sizes
 
+    def group_sizes(self, cluster: Cluster) -> tuple[int, ...]:
+        """Return the members at every level of a group that exchanges tokens: one rank per expert domain.
+
+        Args:
+            cluster: Machine.
+        """
+        return tuple(level.size // size for level, size in zip(cluster.levels, self.sizes(cluster), strict=True))
+
     def gathered_bytes(self, model: ModelShape, cluster: Cluster) -> int:
         """Compute the bytes of the gathered experts of one layer on one rank.
 

@@ -6,11 +6,10 @@ planners --write`.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from importlib import resources
-
-from pydantic import BaseModel, ConfigDict
 
 from jax_moe_lb.balancers.base import Balancer, Plain
 from jax_moe_lb.balancers.eplb import EPLB, EPLBPlus
@@ -22,8 +21,8 @@ from jax_moe_lb.balancers.greedy import Greedy
 from jax_moe_lb.balancers.hybridep import HybridEP
 from jax_moe_lb.balancers.rails import RailS
 from jax_moe_lb.balancers.ultraep import UltraEP
+from jax_moe_lb.core.quantities import time
 from jax_moe_lb.recordings.yaml_file import read_yaml
-from jax_moe_lb.sim.quantity_fields import TimeField
 
 MOST_KERNEL_RANKS = 128
 """Largest domain that a kernel plans; `ffi/planning/device` has the same limit."""
@@ -56,24 +55,24 @@ WITH_KERNEL = (Exact, UltraEP)
 """Balancers that NVIDIA GPUs run as one kernel; see `fits_kernel` of the planners."""
 
 
-class PlannerTime(BaseModel):
+@dataclass(frozen=True)
+class PlannerTime:
     """Time of one planner for one size."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     planner: str  # class of the balancer
     place: Place  # place where it runs
     ranks: int  # `R`, all in one domain
     experts: int  # `E`
     slots: int  # replica slots per rank
-    time: TimeField  # seconds from counts to plan, without copies between device and host
+    time: float  # seconds from counts to plan, without copies between device and host
 
 
 @cache
 def planner_times() -> tuple[PlannerTime, ...]:
     """Read the table of the package."""
     with resources.as_file(resources.files(__package__) / FILE) as path:
-        return tuple(PlannerTime.model_validate(row) for row in read_yaml(path)["rows"])
+        rows = read_yaml(path)["rows"]
+    return tuple(PlannerTime(**row | {"place": Place(row["place"]), "time": time(row["time"])}) for row in rows)
 
 
 def planner_time(planner: str, place: Place, num_ranks: int, num_experts: int) -> PlannerTime:

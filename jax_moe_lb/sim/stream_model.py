@@ -16,10 +16,12 @@ compute of experts does not depend on `S` and is left out.
 import math
 from dataclasses import dataclass
 
+from jax_moe_lb.core.checks import Natural, NonNegative, Positive, checked_fields
 from jax_moe_lb.core.topology import Level, Topology
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Work:
     """Bytes moved by one layer on one rank, and compute that overlaps with them.
 
@@ -47,23 +49,12 @@ class Work:
         134217728.0
     """
 
-    token_bytes: float
-    expert_bytes: float
-    pre_expert_s: float
-    gradient_bytes: float = 0.0
-    backward_s: float = 0.0
-    backward_exchanges: int = 2
-
-    def __post_init__(self) -> None:
-        for name in ("token_bytes", "expert_bytes"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"Work.{name} is {getattr(self, name)}; expected a finite number of bytes above 0")
-        for name, unit in (("pre_expert_s", "seconds"), ("gradient_bytes", "bytes"), ("backward_s", "seconds")):
-            if not 0 <= getattr(self, name) < math.inf:
-                value = getattr(self, name)
-                raise ValueError(f"Work.{name} is {value}; expected a finite number of {unit}, at least 0")
-        if self.backward_exchanges < 0:
-            raise ValueError(f"Work.backward_exchanges is {self.backward_exchanges}; expected at least 0")
+    token_bytes: Positive
+    expert_bytes: Positive
+    pre_expert_s: NonNegative
+    gradient_bytes: NonNegative = 0.0
+    backward_s: NonNegative = 0.0
+    backward_exchanges: Natural = 2
 
 
 @dataclass(frozen=True)
@@ -88,7 +79,6 @@ class LevelChoice:
     level: Level  # level with its size and rates
     candidates: tuple[Latency, ...]  # one entry per divisor of the level's size
     best: Latency  # first candidate with the minimum `total_s`
-    closed_form: float  # share of experts reached by exchanges according to the closed form, from 0 to 1
 
 
 @dataclass(frozen=True)
@@ -118,11 +108,8 @@ class ExpertDomainChoice:
 
 def latency(work: Work, level: Level, domain_size: int, experts: int = 1) -> Latency:
     """Evaluate the model at one level."""
-    size = level.size
-    if domain_size < 1 or size % domain_size:
-        raise ValueError(f"domain_size is {domain_size}; expected a divisor of the {size} members of {level.name!r}")
     gather_bytes = work.expert_bytes * experts * (domain_size - 1)
-    exchange_bytes = work.token_bytes * (size - domain_size) / size
+    exchange_bytes = work.token_bytes * (level.size - domain_size) / level.size
     gather_s, exchange_s = _transfer(level, gather_bytes), _transfer(level, exchange_bytes)
     home_s = _transfer(level, work.gradient_bytes * experts * (domain_size - 1))
     total = max(work.pre_expert_s, gather_s) + 2 * exchange_s
@@ -133,25 +120,13 @@ def latency(work: Work, level: Level, domain_size: int, experts: int = 1) -> Lat
     return Latency(domain_size, gather_bytes, exchange_bytes, gather_s, exchange_s, hidden, total)
 
 
-def closed_form(work: Work, level: Level, experts: int = 1) -> float:
-    """Compute the best share of other members' experts reached by exchanges, `p = (G - S) / (G - 1)`."""
-    # `S` is continuous. The share is 0 if exchanging all tokens takes longer than gathering all experts, `2 D >= G P`.
-    # Otherwise the gather is as long as the compute that overlaps with it. Latencies and the backward pass are not
-    # included. Use the closed form to compare with the paper, and `choose_level` to choose.
-    held = work.expert_bytes * experts
-    if level.size == 1 or 2 * work.token_bytes >= level.size * held:
-        return 0.0
-    hidden = _rate(level) * work.pre_expert_s / (held * (level.size - 1))
-    return min(max(1 - hidden, 0.0), 1.0)
-
-
 def choose_level(work: Work, level: Level, experts: int = 1) -> LevelChoice:
     """Evaluate every divisor of the level's size and choose the fastest; ties go to the smallest."""
     sizes = [size for size in range(1, level.size + 1) if level.size % size == 0]
     candidates = tuple(latency(work, level, size, experts) for size in sizes)
     # The sizes ascend and `min` takes the first of equals: the smallest expert domain needs the least memory.
     best = min(candidates, key=lambda candidate: candidate.total_s)
-    return LevelChoice(level, candidates, best, closed_form(work, level, experts))
+    return LevelChoice(level, candidates, best)
 
 
 def choose_expert_domains(work: Work, topology: Topology) -> ExpertDomainChoice:

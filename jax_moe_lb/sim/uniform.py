@@ -35,7 +35,7 @@ def uniform_work(
     if cluster.jitter:
         raise ValueError(f"Cluster.jitter is {cluster.jitter}; expected 0, as one rank stands for all")
     home_experts_per_rank(model.experts, cluster.num_ranks, "model")
-    inside = tuple(level.size // size for level, size in zip(cluster.levels, migration.sizes(cluster), strict=True))
+    inside = migration.group_sizes(cluster)
     copies = model.tokens * model.per_token
     # Members of an expert domain hold each other's experts, so a rank serves those of its whole domain.
     held = model.experts // int(np.prod(inside))
@@ -78,9 +78,7 @@ def sampled_work(
     part = replace(model, experts=counts.shape[1])
     planned, _ = layer_work(system, part, sample, counts, migration)
     whole = shared_work(model, cluster, migration, model.experts, system.dispatch)
-    inside = tuple(
-        level.size // members for level, members in zip(cluster.levels, migration.sizes(cluster), strict=True)
-    )
+    inside = migration.group_sizes(cluster)
     leaves = _leaves(inside[0]) / _leaves(sample.levels[0].size // size)
     by_level = system.dispatch.cost().by_level
     return replace(

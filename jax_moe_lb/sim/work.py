@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -10,7 +10,8 @@ import numpy as np
 from jaxtyping import Int, Num
 
 from jax_moe_lb.balancers.base import LayerCost
-from jax_moe_lb.core.plan import load
+from jax_moe_lb.core.plan import Plan, load
+from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State
 from jax_moe_lb.layer.plan_on_host import HostPlan, plan_groups
 from jax_moe_lb.layer.systems import System
@@ -45,20 +46,77 @@ from jax_moe_lb.sim.padded import (
     rounds_of_copies,
 )
 from jax_moe_lb.sim.planner_times import needs_counts, planning_s
-from jax_moe_lb.sim.traffic import (
-    Group,
-    between_all,
-    gradients_between,
-    groups,
-    replicas_between,
-    rows_per_slot,
-)
 from jax_moe_lb.transport.cost import TransportCost
 from jax_moe_lb.transport.dispatch import Dispatch
 from jax_moe_lb.transport.wave_rows import RowsBetween, WaveRows, rows_of_groups
 
 ERROR_WORDS = 4
 """Number of integers with the router's error code, sent beside each rank's counts; see `layer.moe.count`."""
+
+
+ExpertMatrix = Int[np.ndarray, "R R"]
+"""Number of experts from rank (row) to rank (column), int64."""
+
+
+def replicas_between(plan: Plan) -> ExpertMatrix:
+    """Count the experts whose weights each rank copies to each rank, from the home or from the plan's relay."""
+    sender = _homes(plan)
+    if plan.relay is not None:
+        relay = plan.relay[:, plan.num_home :]
+        # -1 stands for no relay: the copy comes from home.
+        sender = np.where(relay >= 0, relay, sender)
+    return _between(sender, plan)
+
+
+def gradients_between(plan: Plan) -> ExpertMatrix:
+    """Count the gradients of replicas that each rank sends to each home; relays do not forward gradients."""
+    return _between(_homes(plan), plan).T
+
+
+def rows_per_slot(plan: Plan) -> Int[np.ndarray, "R S"]:
+    """Count the rows served by each slot."""
+    # The -1 of an empty slot is read as expert 0, and its rows are then masked.
+    rows = plan.quota[np.maximum(plan.placement, 0), np.arange(plan.num_ranks)[:, None]]
+    return np.where(plan.placement >= 0, rows, 0)
+
+
+def _homes(plan: Plan) -> Int[np.ndarray, "R X"]:
+    """Return the home rank per replica; -1 for an empty slot."""
+    replicas = plan.placement[:, plan.num_home :]
+    return np.where(replicas >= 0, replicas // plan.num_home, -1)
+
+
+def _between(sender: Int[np.ndarray, "R X"], plan: Plan) -> ExpertMatrix:
+    there = sender >= 0
+    receiver = np.broadcast_to(np.arange(plan.num_ranks)[:, None], sender.shape)
+    copies = np.zeros((plan.num_ranks, plan.num_ranks), np.int64)
+    # With repeated indices, `+=` would count each pair of ranks only once.
+    np.add.at(copies, (sender[there], receiver[there]), 1)
+    return copies
+
+
+def groups(cluster: Cluster, sizes: tuple[int, ...]) -> list[Int[np.ndarray, "G"]]:
+    """Return the ranks of all groups that exchange tokens: those of equal offset in expert domains of some sizes."""
+    levels = [level.size for level in cluster.levels]
+    ranks = np.arange(cluster.num_ranks).reshape(
+        [n for size, s in zip(levels, sizes, strict=True) for n in (size // s, s)]
+    )
+    depth = len(levels)
+    # Split every level into domains and offsets; offsets come first, so that ranks of equal offset are adjacent.
+    return list(ranks.transpose(*range(1, 2 * depth, 2), *range(0, 2 * depth, 2)).reshape(math.prod(sizes), -1))
+
+
+def between_all(
+    found: Sequence[Int[np.ndarray, "G"]], matrices: Sequence[Num[np.ndarray, "G G"]]
+) -> Num[np.ndarray, "R R"]:
+    """Return the matrix over the cluster's ranks with the matrices of all groups, 0 between groups."""
+    # A single group is the whole cluster in the same order, so no copy is needed.
+    if len(found) == 1:
+        return matrices[0]
+    ranks, blocks = np.stack(found), np.stack(matrices)
+    whole = np.zeros((ranks.size,) * 2, blocks.dtype)
+    whole[ranks[:, :, None], ranks[:, None]] = blocks
+    return whole
 
 
 class RowBytes(NamedTuple):
@@ -124,18 +182,21 @@ class LayerWork:
     gather_again: bool  # if True, the backward pass gathers again; see `Migration`
     counts: tuple[Flow, ...]  # exchanges of the all-gather of counts
     address: Flow  # exchange of the addresses of rows between ranks; it waits for the plan
-    planner_s: float  # seconds from counts to plan; 0 if the placement does not depend on the load
-    replicate: Flow | None  # exchange that copies weights into slots, or None without replicas
-    return_home: Flow | None  # exchange that returns the gradients of replicas to their homes, or None without replicas
-    joins: bool  # if True, weights of replicas and home experts are concatenated into one array
-    arriving: float  # bytes that a rank reads and writes in its memory, at most, for the gradients of replicas
-    engine: bool  # if True, copy engines copy the weights, on a stream of their own
-    early: bool  # if True, weights travel before counts are known, as the placement does not depend on them
-    waves: tuple[Wave, ...]  # waves of tokens, in order. The first of two waves needs no plan.
+    planner_s: float = 0.0  # seconds from counts to plan; 0 if the placement does not depend on the load
+    replicate: Flow | None = None  # exchange that copies weights into slots, or None without replicas
+    # Exchange that returns the gradients of replicas to their homes, or None without replicas
+    return_home: Flow | None = None
+    joins: bool = False  # if True, weights of replicas and home experts are concatenated into one array
+    arriving: float = 0.0  # bytes that a rank reads and writes in its memory, at most, for the gradients of replicas
+    engine: bool = False  # if True, copy engines copy the weights, on a stream of their own
+    early: bool = False  # if True, weights travel before counts are known, as the placement does not depend on them
+    waves: tuple[Wave, ...] = ()  # waves of tokens, in order. The first of two waves needs no plan.
     # If True, the second wave's rows come from the homes of their experts, and their outputs return there; see
     # `TransportCost.passes_home`
-    passes_home: bool
-    load: Int[np.ndarray, "R"]  # token copies served by each rank
+    passes_home: bool = False
+    load: Int[np.ndarray, "R"] = field(
+        default_factory=lambda: np.zeros(1, np.int64)
+    )  # token copies served by each rank
 
     @property
     def rounds(self) -> int:
@@ -156,11 +217,12 @@ def layer_work(
     # `simulate` calls it for every layer. Call it directly to inspect flows and rows without times.
     system = replace(system, balancer=system.balancer.sized(layer_facts(system, model, cluster)))
     found = groups(cluster, migration.sizes(cluster))
-    num_home = counts.shape[1] // len(found[0].ranks)
-    plans = plan_groups(system, [counts[group.ranks] for group in found], found[0].topology, num_home, states)
+    topology, num_home = cluster.topology(migration.group_sizes(cluster)), counts.shape[1] // len(found[0])
+    plans = plan_groups(system, [counts[ranks] for ranks in found], topology, num_home, states)
     waves = [rows_of_groups(wave, model.per_token) for wave in zip(*(plan.waves for plan in plans), strict=True)]
     parts = [
-        _part(system, model, group, plan, list(rows)) for group, plan, *rows in zip(found, plans, *waves, strict=True)
+        _part(system, model, cluster, topology, ranks, plan, list(rows))
+        for ranks, plan, *rows in zip(found, plans, *waves, strict=True)
     ]
     work = _merged(system, model, cluster, migration, counts, parts)
     return replace(work, planner_s=_planner_s(system, cluster, plans)), [plan.state for plan in plans]
@@ -210,7 +272,7 @@ class _PartOfWave(NamedTuple):
 class _Part:
     """Work of one group of ranks, in matrices over the ranks."""
 
-    group: Group
+    ranks: Int[np.ndarray, "G"]
     waves: list[_PartOfWave]
     weights: np.ndarray
     gradients: np.ndarray
@@ -219,8 +281,16 @@ class _Part:
     load: Int[np.ndarray, "R"]
 
 
-def _part(system: System, model: ModelShape, group: Group, found: HostPlan, waves: list[WaveRows]) -> _Part:
-    plan, topology, load_after = found.plan, group.topology, np.zeros(len(group.ranks), np.int64)
+def _part(
+    system: System,
+    model: ModelShape,
+    cluster: Cluster,
+    topology: Topology,
+    ranks: Int[np.ndarray, "G"],
+    found: HostPlan,
+    waves: list[WaveRows],
+) -> _Part:
+    plan, load_after = found.plan, np.zeros(len(ranks), np.int64)
     cost, num_copies = system.dispatch.cost(), model.tokens * model.per_token
     moved: list[_PartOfWave] = []
     for at, wave in enumerate(waves):
@@ -235,12 +305,12 @@ def _part(system: System, model: ModelShape, group: Group, found: HostPlan, wave
         gathered = arrays.gathered(float(rows.sum()) / len(rows))
         moved.append(_PartOfWave(hops, rows, gathered, rounds, arrays.computed))
         load_after += load(wave_plan)
-    if group.cluster.communication.padded:
+    if cluster.communication.padded:
         moved = _with_padding(moved, waves, cost, num_copies)
     weights, gradients = replicas_between(plan), gradients_between(plan)
-    copied = system.replica_slots * joins_weights(system, model, group.cluster)
+    copied = system.replica_slots * joins_weights(system, model, cluster)
     arriving = _arriving(gradients, copied, model)
-    return _Part(group, moved, weights, gradients, replicas_by_slot(plan), arriving, load_after)
+    return _Part(ranks, moved, weights, gradients, replicas_by_slot(plan), arriving, load_after)
 
 
 def _with_padding(
@@ -297,11 +367,8 @@ def widths_of(model: ModelShape, cluster: Cluster, dispatch: Dispatch) -> RowByt
 def _merged(
     system: System, model: ModelShape, cluster: Cluster, migration: Migration, counts: Counts, parts: list[_Part]
 ) -> LayerWork:
-    inside = tuple(level.size // size for level, size in zip(cluster.levels, migration.sizes(cluster), strict=True))
-
-    widths = widths_of(model, cluster, system.dispatch)
-
-    found = [part.group for part in parts]
+    inside, widths = migration.group_sizes(cluster), widths_of(model, cluster, system.dispatch)
+    found = [part.ranks for part in parts]
 
     def on_links(matrices: Sequence[RowsBetween], num_bytes: float) -> Flow:
         # Groups have disjoint ranks and rows, and share links.
@@ -312,7 +379,7 @@ def _merged(
     for at, first in enumerate(parts[0].waves):
         by_rank = np.zeros((cluster.num_ranks, first.rows.shape[1]), np.int64)
         for part in parts:
-            by_rank[part.group.ranks] = part.waves[at].rows
+            by_rank[part.ranks] = part.waves[at].rows
         # Groups share links, so the layer lasts as long as the group with the most rounds.
         rounds = max(part.waves[at].rounds for part in parts)
         gathered = float(np.mean([part.waves[at].gathered for part in parts]))
@@ -327,7 +394,7 @@ def _merged(
         waves.append(replace(wave, dispatch=dispatch))
     loads = np.zeros(cluster.num_ranks, np.int64)
     for part in parts:
-        loads[part.group.ranks] = part.load
+        loads[part.ranks] = part.load
     if cluster.communication.padded:
         parts, out, back = _padded_replicas(parts, cluster.num_ranks, counts.shape[1])
     weights = on_links([part.weights for part in parts], float(model.expert_bytes))
@@ -357,7 +424,7 @@ def _arriving(gradients: np.ndarray, copied_slots: int, model: ModelShape) -> fl
 def _padded_replicas(parts: list[_Part], num_ranks: int, num_experts: int) -> tuple[list[_Part], float, float]:
     """Return groups with padded transfers of replicas, and the latencies of the way out and of the way back."""
     # A permute is one operation of all groups, as long as the largest pair of any group needs.
-    hop = padded_replicas(np.max([part.by_slot for part in parts], 0), num_experts // len(parts[0].group.ranks))
+    hop = padded_replicas(np.max([part.by_slot for part in parts], 0), num_experts // len(parts[0].ranks))
     out, back = (exchange_hops(num_ranks, permutes, 1) for permutes in (hop.permutes_out, hop.permutes_back))
     return [replace(part, weights=hop.out, gradients=hop.back) for part in parts], out, back
 
@@ -365,7 +432,7 @@ def _padded_replicas(parts: list[_Part], num_ranks: int, num_experts: int) -> tu
 def _padded_wave(wave: Wave, parts: list[_Part], at: int, cluster: Cluster) -> Wave:
     """Return a wave with the exchanges and turns of all groups, whose permutes are operations of all ranks."""
     rounds, hops = wave.rounds, list(zip(*(part.waves[at].padded for part in parts), strict=True))
-    found = [part.group for part in parts]
+    found = [part.ranks for part in parts]
 
     def exchange(matrices: list[RowsBetween], permutes: int) -> Flow:
         # A permute is between the halves of a group, or inside both of them.
@@ -374,7 +441,7 @@ def _padded_wave(wave: Wave, parts: list[_Part], at: int, cluster: Cluster) -> W
 
     out = [exchange([one.out for one in hop], max(one.permutes_out for one in hop)) for hop in hops]
     back = [exchange([one.back for one in hop], max(one.permutes_back for one in hop)) for hop in reversed(hops)]
-    of_ranks = [(part.group.ranks, turns) for part in parts if (turns := part.waves[at].turns) is not None]
+    of_ranks = [(part.ranks, turns) for part in parts if (turns := part.waves[at].turns) is not None]
     turns = None
     if of_ranks:
         turns = np.zeros((max(len(one) for _, one in of_ranks), *wave.rows.shape), np.int64)
@@ -387,8 +454,7 @@ def shared_work(
     model: ModelShape, cluster: Cluster, migration: Migration, num_experts: int, dispatch: Dispatch
 ) -> LayerWork:
     """Compute the work that does not depend on the load: gathers, and the exchanges of counts and addresses."""
-    sizes = migration.sizes(cluster)
-    inside = tuple(level.size // size for level, size in zip(cluster.levels, sizes, strict=True))
+    inside = migration.group_sizes(cluster)
     members, num_home = math.prod(inside), num_experts // cluster.num_ranks
     travelling = float(model.encoded_bytes(migration.codec, num_home))
     returning = float(model.encoded_gradient_bytes(migration.codec, num_home) * migration.gradients_home)
@@ -411,16 +477,6 @@ def shared_work(
         gather_again=migration.gather_again,
         counts=counts,
         address=address,
-        planner_s=0.0,
-        replicate=None,
-        return_home=None,
-        joins=False,
-        arriving=0.0,
-        engine=False,
-        early=False,
-        waves=(),
-        passes_home=False,
-        load=np.zeros(1, np.int64),
     )
 
 

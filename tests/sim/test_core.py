@@ -32,8 +32,7 @@ from jax_moe_lb.sim import (
 )
 from jax_moe_lb.sim.network import all_reduce, flow, level_bytes, seconds
 from jax_moe_lb.sim.stream_model import latency
-from jax_moe_lb.sim.traffic import gradients_between, replicas_between, rows_per_slot
-from jax_moe_lb.sim.work import layer_work, shared_work
+from jax_moe_lb.sim.work import gradients_between, layer_work, replicas_between, rows_per_slot, shared_work
 from jax_moe_lb.transport import Codec, CodecBase, Direct
 from jax_moe_lb.transport.wave_rows import WaveRows
 

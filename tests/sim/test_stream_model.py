@@ -11,7 +11,7 @@ import pytest
 from jax_moe_lb import Topology
 from jax_moe_lb.core import Level
 from jax_moe_lb.sim import Work, benchmark_seconds, choose_expert_domains
-from jax_moe_lb.sim.stream_model import choose_level, closed_form, latency
+from jax_moe_lb.sim.stream_model import choose_level, latency
 
 # Table IV prints B as "128 Gbps". With 128 gigabits per second the model's optima differ from the published ones; with
 # 128 gigabytes per second they agree. The paper's numbers were therefore computed in gigabytes.
@@ -53,6 +53,15 @@ def test_inner_levels_pay_for_what_outer_ones_gathered():
     assert choose_expert_domains(big_tokens, topology).domain_sizes == (4, 8)
 
 
+def closed_form(work, level):
+    """Return the best share of other members' experts that exchanges reach, `p = (G - S) / (G - 1)`, for any real S."""
+    # Without latencies and backward pass. All experts are gathered if that is faster than exchanging all tokens.
+    if 2 * work.token_bytes >= level.size * work.expert_bytes:
+        return 0.0
+    hidden = level.bytes_per_s * work.pre_expert_s / (work.expert_bytes * (level.size - 1))
+    return min(max(1 - hidden, 0.0), 1.0)
+
+
 def test_the_best_domain_is_next_to_the_closed_form():
     rng = np.random.default_rng(0)
     for _ in range(300):
@@ -60,11 +69,10 @@ def test_the_best_domain_is_next_to_the_closed_form():
         work = Work(*10 ** rng.uniform(4, 9, 2), 10 ** rng.uniform(-6, 0))
         level = Level("dc", size, bytes_per_s=10 ** rng.uniform(6, 11))
         choice = choose_level(work, level)
-        ideal = size - choice.closed_form * (size - 1)
+        ideal = size - closed_form(work, level) * (size - 1)
         sizes = [candidate.domain_size for candidate in choice.candidates]
         below, above = max(s for s in sizes if s <= ideal + 1e-9), min(s for s in sizes if s >= ideal - 1e-9)
         assert choice.best.domain_size in (below, above)
-        assert choice.closed_form == closed_form(work, level)
 
 
 def test_latency_and_the_gradients_way_home_count():
@@ -88,18 +96,15 @@ def test_the_choice_says_why():
 
 
 def test_bad_input_is_named():
-    level = Level("dc", 4, bytes_per_s=1e9)
     for change, message in [
-        ({"token_bytes": 0.0}, "Work.token_bytes is 0.0; expected a finite number of bytes above 0"),
+        ({"token_bytes": 0.0}, "Work.token_bytes is 0.0; expected a finite number above 0"),
         ({"expert_bytes": float("inf")}, "Work.expert_bytes is inf; expected a finite"),
-        ({"pre_expert_s": -1.0}, "Work.pre_expert_s is -1.0; expected a finite number of seconds"),
+        ({"pre_expert_s": -1.0}, "Work.pre_expert_s is -1.0; expected a finite number, at least 0"),
         ({"backward_s": float("nan")}, "Work.backward_s is nan"),
         ({"backward_exchanges": -1}, "Work.backward_exchanges is -1; expected at least 0"),
     ]:
         with pytest.raises(ValueError, match=message):
             Work(**({"token_bytes": 1.0, "expert_bytes": 1.0, "pre_expert_s": 0.0} | change))
-    with pytest.raises(ValueError, match=r"domain_size is 3; expected a divisor of the 4 members of 'dc'"):
-        latency(MIX_1, level, 3)
     with pytest.raises(ValueError, match=r"Level\('dc'\).bytes_per_s is None; expected a finite rate, in bytes per"):
         choose_expert_domains(MIX_1, Topology((Level("dc", 4),), 4))
     with pytest.raises(ValueError, match=r"bytes_per_s is 0\.0; expected > 0"):
