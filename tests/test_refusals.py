@@ -222,7 +222,7 @@ LONG = {
     "advise": "jax_moe_lb.cli.advise.find",
     "calibrate": "jax.distributed.initialize",
     "compile": "jax_moe_lb.cli.compile.use_no_accelerators",
-    "tune": "jax_moe_lb.cli.tune.use_no_accelerators",
+    "tune": "jax_moe_lb.cli.compile.use_no_accelerators",
     "doctor": "jax_moe_lb.cli.app.diagnosis",
 }
 """First function of each long command behind the checks of its arguments."""

@@ -27,7 +27,7 @@ from benchmarks.render.results import Table, Value
 from jax_moe_lb import Buffers, ExpertConfig, MoE, Precision, System, TopK, exact
 from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_layer, quiet_stderr, use_no_accelerators
 from jax_moe_lb.aot.compiler_options import LATENCY_HIDING
-from jax_moe_lb.aot.layer_program import LayerProgram
+from jax_moe_lb.aot.layer import LayerProgram
 from jax_moe_lb.aot.load import DEFAULT_LOAD, LayerLoad, counts_of
 from jax_moe_lb.aot.timeline import Timeline
 from jax_moe_lb.layer.systems import system_named

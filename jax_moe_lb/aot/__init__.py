@@ -4,10 +4,9 @@ from jax_moe_lb.aot.collectives import ProgramCollective
 from jax_moe_lb.aot.compile import compile_for, quiet_stderr
 from jax_moe_lb.aot.compiler_options import compiler_options
 from jax_moe_lb.aot.layer import compile_layer
-from jax_moe_lb.aot.load import LayerLoad, counts_of
+from jax_moe_lb.aot.load import LayerLoad, LayerSizes, counts_of
 from jax_moe_lb.aot.memory import Buffer
 from jax_moe_lb.aot.report import Operation, ProgramReport, print_report
-from jax_moe_lb.aot.sizes import LayerSizes
 from jax_moe_lb.aot.targets import Target, use_no_accelerators
 from jax_moe_lb.aot.timeline import Span, Timeline
 from jax_moe_lb.aot.timeline_report import print_timeline, write_timeline

@@ -208,32 +208,28 @@ def exchanges(
 
 
 def _nbytes(module: Module, computation: Computation, instruction: Instruction) -> int:
-    return sum(_own_nbytes(*found) for found in exchanges(module, computation, instruction))
+    return sum(exchanged_bytes(*found) for found in exchanges(module, computation, instruction))
 
 
-def _own_nbytes(computation: Computation, instruction: Instruction) -> int:
+def exchanged_bytes(computation: Computation, instruction: Instruction) -> int:
+    """Count the larger of sent and received bytes of a collective; of a ragged one, the bytes of the whole operand."""
     given = computation.operands(instruction)
     if kind_of(instruction) == RAGGED:
         # The other operands are the output buffer, offsets and sizes.
         return given[0].nbytes
     # The result of a start also holds the operands and scratch buffers of the transfer.
-    got = end_of(computation, instruction) if instruction.opcode.endswith("-start") else instruction
-    return max(sum(one.nbytes for one in given), got.nbytes if got else 0)
+    return max(sum(one.nbytes for one in given), result_of(computation, instruction).nbytes)
 
 
-def end_of(computation: Computation, instruction: Instruction) -> Instruction | None:
-    """Return the `-done` instruction of an asynchronous operation."""
-    for user, _ in computation.users[instruction.name]:
-        if user.opcode.endswith("-done"):
-            return user
-        if user.opcode.endswith("-update"):
-            return end_of(computation, user)
-    return None
+def result_of(computation: Computation, instruction: Instruction) -> Instruction:
+    """Return the instruction with the result: for an asynchronous operation, its end."""
+    found = computation.end(instruction) if instruction.opcode.endswith("-start") else None
+    return instruction if found is None else found
 
 
 def _beside(module: Module, computation: Computation, instruction: Instruction, moved: CostOf) -> list[str]:
     """List the work between start and end of a collective, largest first; empty if it is synchronous."""
-    end = end_of(computation, instruction)
+    end = computation.end(instruction)
     if end is None or not instruction.opcode.endswith("-start"):
         return []
     names = list(computation.instructions)

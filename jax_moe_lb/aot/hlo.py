@@ -217,6 +217,20 @@ class Computation:
         """Return the operands of an instruction."""
         return [self.instructions[name] for name in instruction.operands if name in self.instructions]
 
+    def end(self, start: Instruction) -> Instruction | None:
+        """Return the `-done` instruction of an asynchronous operation; None for other operations."""
+        for user, _ in self.users[start.name]:
+            if user.opcode.endswith("-done"):
+                return user
+            if user.opcode.endswith("-update"):
+                return self.end(user)
+        return None
+
+    def start(self, end: Instruction) -> Instruction:
+        """Return the `-start` instruction of a `-done` one."""
+        start = self.operands(end)[0]
+        return self.start(start) if start.opcode.endswith("-update") else start
+
     @functools.cached_property
     def users(self) -> dict[str, list[tuple[Instruction, int]]]:
         """Users per instruction, with the number of the operand."""

@@ -1,17 +1,16 @@
-"""Token copies and replicas of one layer under a plan, which decide the bytes of exchanges and the rows of products."""
+"""Sizes of a layer, and its token copies and replicas under a plan: bytes of exchanges and rows of products."""
 
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from jax_moe_lb.aot.list_load import ListLoad, part_of_round
-from jax_moe_lb.aot.sizes import LayerSizes
 from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.plan import Plan
@@ -22,6 +21,66 @@ from jax_moe_lb.layer.facts import layer_facts
 from jax_moe_lb.layer.plan_on_host import plan_on_host
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.recordings.counts_files import read_counts
+from jax_moe_lb.transport.dispatch import Dispatch
+from jax_moe_lb.transport.wave_rows import WaveRows
+
+LETTERS = {"H": "hidden", "F": "inner", "E": "experts", "T": "tokens", "K": "per_token"}
+EXPECTED_SIZES = "some of H, F, E, T and K, such as H=2048,F=768,E=128,T=4096,K=8"
+MOST = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """Sizes of a layer; Qwen3-30B-A3B with 4096 tokens per rank by default.
+
+    Args:
+        hidden: Model width `H`; 2048 by default.
+        inner: Inner width `F` of an expert; 768 by default.
+        experts: Number of experts `E`; 128 by default.
+        tokens: Tokens `T` per rank; 4096 by default.
+        per_token: Experts `K` per token; 8 by default.
+
+    Examples:
+        >>> from jax_moe_lb.aot import LayerSizes
+        >>> LayerSizes.parse("E=64,T=1024")
+        LayerSizes(hidden=2048, inner=768, experts=64, tokens=1024, per_token=8)
+    """
+
+    hidden: int = 2048
+    inner: int = 768
+    experts: int = 128
+    tokens: int = 4096
+    per_token: int = 8
+
+    @classmethod
+    def parse(cls, text: str) -> "LayerSizes":
+        """Parse sizes from text; missing sizes keep their defaults.
+
+        Args:
+            text: Sizes such as `H=2048,F=768,E=128,T=4096,K=8`.
+
+        Raises:
+            ValueError: A letter is unknown or repeated, or a size is no integer of at least 1.
+        """
+        given: dict[str, int] = {}
+        for part in text.split(","):
+            found = re.fullmatch(r"([HFETK])=(0*[1-9]\d{0,9})", part.strip(), re.ASCII)
+            if found is None or LETTERS[found[1]] in given or int(found[2]) > MOST:
+                raise ValueError(f"sizes is {text[:100]!r}; expected {EXPECTED_SIZES}")
+            given[LETTERS[found[1]]] = int(found[2])
+        return replace(cls(), **given)
+
+    @property
+    def by_letter(self) -> dict[str, int]:
+        """Sizes by letter."""
+        return {letter: getattr(self, name) for letter, name in LETTERS.items()}
+
+    @property
+    def ideal_flops(self) -> int:
+        """Floating-point operations of a rank in a forward pass: of the token copies and of the router."""
+        copies = 3 * self.per_token * self.inner
+        return 2 * self.tokens * self.hidden * (copies + self.experts)
+
 
 DEFAULT_LOAD = "zipf:1.0"
 """Load of a timeline by default: the popularity of an expert falls with the place, at random homes."""
@@ -30,6 +89,77 @@ EXPECTED_LOAD = "uniform, zipf:EXPONENT such as zipf:1.0, or a file of counts, .
 
 Slices = Int[np.ndarray, "R R S"]
 """Rows, or experts, from rank (first) to each slot (third) of a rank (second)."""
+
+
+class ListHop(NamedTuple):
+    """Exchanges of lists inside groups of ranks."""
+
+    rows: Int[np.ndarray, "G P P"]  # rows from rank (second) to rank (third) of each group, in all rounds
+    sent: int  # rows of an operand on the way out
+    received: int  # rows of an operand on the way back
+    chunks: int = 1  # exchanges of the rows of a round
+
+
+@dataclass(frozen=True, eq=False)
+class ListLoad:
+    """Rows of all hops of a dispatch in lists."""
+
+    hops: tuple[ListHop, ...]  # one hop, or the hop between nodes and the hop inside nodes
+    rounds: int  # rounds of the last hop
+    choice_bytes: int  # bytes of the choices of a row, which travel in one exchange for all chunks
+
+    @classmethod
+    def of(
+        cls, dispatch: Dispatch, sizes: LayerSizes, topology: Topology, counts: Counts, plan: Plan
+    ) -> "ListLoad | None":
+        """Count the rows of a dispatch; None if the rows are copies."""
+        cost, (tokens, per_token) = dispatch.cost(), (sizes.tokens, sizes.per_token)
+        if not cost.once_per_member:
+            return None
+        wave = WaveRows(counts, plan, per_token)
+        between = [np.ceil(rows).astype(np.int64) for rows in cost.hops(wave, topology)]
+        arrays, number = cost.row_arrays(tokens, per_token, topology), dispatch.buffers.chunks
+        rounds = max(1, cost.rounds(wave, topology, tokens * per_token))
+        choice_bytes = cost.choice_bytes(per_token)
+        everyone = np.arange(topology.num_ranks)[None]
+        if len(between) == 1:
+            hop = ListHop(_inside(between[0], everyone), arrays.sent, arrays.received)
+            return cls((hop,), rounds, choice_bytes)
+        nodes = everyone.reshape(-1, topology.levels[-1].size)
+        part = -(-tokens // number)
+        number = -(-tokens // part)
+        first, forwarded = part * min(per_token, len(nodes)), part * len(nodes)
+        sent = min(arrays.received, forwarded * min(per_token, nodes.shape[1]))
+        return cls(
+            (
+                ListHop(_inside(between[0], nodes.T), first, forwarded, number),
+                ListHop(_inside(between[1], nodes), sent, arrays.received, number),
+            ),
+            rounds,
+            choice_bytes,
+        )
+
+    def bytes_of(self, hop: int, i: int, nbytes: int, *, is_back: bool) -> list[Int[np.ndarray, "P P 1"]]:
+        """Return the bytes between the ranks per group in one exchange."""
+        one, rows = self.hops[hop], self.hops[hop].rows
+        width = nbytes // (one.received if is_back else one.sent)
+        chunks = one.chunks
+        if hop == len(self.hops) - 1:
+            rows = part_of_round(rows, i, self.rounds)
+            if nbytes <= self.choice_bytes * one.received:
+                chunks, width = 1, width if is_back else self.choice_bytes
+        rows = -(-(rows.transpose(0, 2, 1) if is_back else rows) // chunks)
+        return list(rows[..., None] * width)
+
+
+def part_of_round(rows: Int[np.ndarray, "..."], i: int, rounds: int) -> Int[np.ndarray, "..."]:
+    """Return the part of rows in round `i` that are spread evenly over the rounds."""
+    return rows * (i + 1) // rounds - rows * i // rounds
+
+
+def _inside(rows: Int[np.ndarray, "R R"], groups: Int[np.ndarray, "G P"]) -> Int[np.ndarray, "G P P"]:
+    """Return the rows between the ranks per group."""
+    return rows[groups[:, :, None], groups[:, None]]
 
 
 @dataclass(frozen=True, eq=False)

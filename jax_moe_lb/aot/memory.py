@@ -172,7 +172,7 @@ class MemoryTraffic:
         if opcode in FREE or opcode.endswith(("-start", "-update")) or instruction.target.startswith(FREE_TARGETS):
             return 0
         if opcode == "fusion":
-            return self._fusion(computation, instruction)
+            return self._fused(computation, instruction, instruction)
         if opcode.endswith("-done"):
             return self._transfer(computation, instruction)
         return self._plain(computation, instruction)
@@ -193,9 +193,7 @@ class MemoryTraffic:
 
     def _transfer(self, computation: Computation, end: Instruction) -> int:
         """Count an asynchronous operation at the end, which has the shape of the result."""
-        start = computation.operands(end)[0]
-        while start.opcode.endswith("-update"):
-            start = computation.operands(start)[0]
+        start = computation.start(end)
         operands = computation.operands(start)
         if start.opcode == "async-start" and (called := self.module.called(start)):
             # An asynchronous call runs only its callee, such as an update in place.
@@ -216,9 +214,6 @@ class MemoryTraffic:
     def _exchanged(self, operand: Instruction, result: Instruction) -> int:
         """Count the maximum bytes moved by an exchange of slices if ranks send as much as they receive."""
         return 2 * min(self._held(operand), self._held(result))
-
-    def _fusion(self, computation: Computation, instruction: Instruction) -> int:
-        return self._fused(computation, instruction, instruction)
 
     def _fused(self, computation: Computation, instruction: Instruction, end: Instruction) -> int:
         """Count a fusion: the operands of `instruction`, and the result at `end`."""

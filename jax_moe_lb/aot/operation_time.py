@@ -6,8 +6,8 @@ from functools import cached_property
 
 import numpy as np
 
+from jax_moe_lb.aot.flops import ProductForm
 from jax_moe_lb.aot.load import LayerLoad
-from jax_moe_lb.aot.product_form import ProductForm
 from jax_moe_lb.aot.schedule import ROW_KERNELS, ExchangeShape, Kind, ScheduledOperation
 from jax_moe_lb.aot.targets import Gpu, Target
 from jax_moe_lb.collectives.exchange_paths import ExchangePath

@@ -138,6 +138,9 @@ MOST_ROWS = 12
 LEAST_COLUMNS = 140
 """Minimum width of the console, as required by the widest row."""
 
+NUMBERS = ("bytes", "runs", "ms", "start", "share", "other ms", "difference", "of it communication")
+"""Headers of columns with numbers."""
+
 LEAST_SHARE = 0.001
 """Minimum share of the total for a row in a table."""
 
@@ -156,11 +159,17 @@ def print_report(report: ProgramReport, title: str, console: Console | None = No
         >>> use_no_accelerators()  # doctest: +SKIP
         >>> print_report(compile_layer(exact(), Target.parse("h100:1x8")), "exact")  # doctest: +SKIP
     """
-    if console is None:
-        console = Console()
-        console.width = max(console.width, LEAST_COLUMNS)
+    console = console_of(console, LEAST_COLUMNS)
     for table in (_sums(report, title), _buffers(report), _operations(report), _collectives(report)):
         console.print(table)
+
+
+def console_of(console: Console | None, least_columns: int) -> Console:
+    """Return a console, or that of stdout with at least some columns."""
+    if console is None:
+        console = Console()
+        console.width = max(console.width, least_columns)
+    return console
 
 
 def _sums(report: ProgramReport, title: str) -> Table:
@@ -189,7 +198,7 @@ def _facts(report: ProgramReport) -> Iterator[tuple[str, str]]:
 
 
 def _buffers(report: ProgramReport) -> Table:
-    table = _table(
+    table = table_of(
         f"temporaries at the peak, {decimal(report.peak_bytes)}",
         ("bytes", "shape", "operation", "source", "instruction"),
     )
@@ -200,7 +209,7 @@ def _buffers(report: ProgramReport) -> Table:
 
 
 def _operations(report: ProgramReport) -> Table:
-    table = _table("operations by memory traffic", ("bytes", "runs", "shape", "operation", "source", "instruction"))
+    table = table_of("operations by memory traffic", ("bytes", "runs", "shape", "operation", "source", "instruction"))
     for one in report.operations[:MOST_ROWS]:
         if one.nbytes >= LEAST_SHARE * report.hbm_bytes:
             row = (str(one.times), one.shape, _short(one.holds), one.source, one.name)
@@ -210,7 +219,7 @@ def _operations(report: ProgramReport) -> Table:
 
 def _collectives(report: ProgramReport) -> Table:
     headers = ("bytes", "runs", "collective", "mesh axes", "updates", "blocks", "path", "asynchronous", "overlaps")
-    table = _table("collectives, with updates and thread blocks per peer", headers)
+    table = table_of("collectives, with updates and thread blocks per peer", headers)
     for one in report.collectives:
         beside = ", ".join(one.over[:3]) + (" ..." if len(one.over) > 3 else "")
         row = (str(one.count), one.kind, _axes(one), *_form(one.exchange), str(one.asynchronous or "none"), beside)
@@ -231,10 +240,11 @@ def _axes(one: ProgramCollective) -> str:
     return ", ".join(one.axes) or "none: local"
 
 
-def _table(title: str, headers: tuple[str, ...]) -> Table:
+def table_of(title: str, headers: tuple[str, ...]) -> Table:
+    """Return a table without rows."""
     table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for header in headers:
-        table.add_column(header, justify="right" if header in ("bytes", "runs") else "left", overflow="fold")
+        table.add_column(header, justify="right" if header in NUMBERS else "left", overflow="fold")
     return table
 
 

@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from jax_moe_lb.aot.collectives import RAGGED, PathOf, axes_of, end_of, exchanges, kind_of
+from jax_moe_lb.aot.collectives import RAGGED, PathOf, axes_of, exchanged_bytes, exchanges, kind_of, result_of
 from jax_moe_lb.aot.execution_counts import IDLE_SCOPE, KERNEL, Launches
-from jax_moe_lb.aot.flops import flops_of
+from jax_moe_lb.aot.flops import ProductForm, flops_of, product_form
 from jax_moe_lb.aot.hlo import ArrayShape, Computation, Instruction, Module
 from jax_moe_lb.aot.memory import FREE, FREE_TARGETS, MemoryTraffic
-from jax_moe_lb.aot.product_form import ProductForm, product_form
 
 SCOPES = (
     "route",
@@ -203,9 +202,9 @@ class _Reader:
         stage, in_graph = self._stage(one), one.name in self.launches.in_graphs
         if one.opcode.endswith(("-done", "-update")):
             if one.opcode.endswith("-done"):
-                yield ScheduledOperation(one.name, Kind.WAIT, stage, awaits=_start(computation, one).name)
+                yield ScheduledOperation(one.name, Kind.WAIT, stage, awaits=computation.start(one).name)
             return
-        end = end_of(computation, one) if one.opcode.endswith("-start") else None
+        end = computation.end(one) if one.opcode.endswith("-start") else None
         beside, stream = end is not None, self._stream(one)
         if found := exchanges(self.module, computation, one):
             # A fusion may have several; the first one gives its shape.
@@ -275,16 +274,13 @@ class _Reader:
         over, operands = axes_of(one, self.axes), computation.operands(one)
         ranks = math.prod(self.axes[name] for name in (self.axes if over is None else over))
         is_ragged = kind_of(one) == RAGGED
-        result = end_of(computation, one) if one.opcode.endswith("-start") else one
-        result_bytes = result.nbytes if result is not None else one.nbytes
-        sent = operands[0].nbytes if is_ragged else sum(operand.nbytes for operand in operands)
         rows = operands[0].shapes[0].dims[0] if operands and operands[0].shapes[0].dims else 1
         return ExchangeShape(
             kind=kind_of(one),
             axes=over,
             num_ranks=ranks,
-            nbytes=sent if is_ragged else max(sent, result_bytes),
-            result_bytes=result_bytes,
+            nbytes=exchanged_bytes(computation, one),
+            result_bytes=result_of(computation, one).nbytes,
             operand_rows=rows,
             updates=operands[2].shapes[0].dims[0] // ranks if is_ragged else 0,
             path=self.path_of(over if over else tuple(self.axes)).path.value if is_ragged else "",
@@ -330,13 +326,6 @@ def _copied_rows(computation: Computation, one: Instruction) -> int:
 
 def _is_float(shape: ArrayShape) -> bool:
     return shape.dtype.startswith(("f", "bf"))
-
-
-def _start(computation: Computation, end: Instruction) -> Instruction:
-    start = computation.operands(end)[0]
-    while start.opcode.endswith("-update"):
-        start = computation.operands(start)[0]
-    return start
 
 
 def _kind(one: Instruction, flops: int) -> Kind:

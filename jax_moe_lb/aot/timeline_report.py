@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from jax_moe_lb.aot.report import console_of, table_of
 from jax_moe_lb.aot.timeline import WAIT, Span, Timeline
 from jax_moe_lb.core.checks import shown
 from jax_moe_lb.recordings.trace_events import complete_event, name_event, trace
@@ -112,14 +113,14 @@ def print_timeline(timeline: Timeline, title: str, console: Console | None = Non
         >>> found = compile_layer(exact(), Target.parse("h100:1x8")).timeline()  # doctest: +SKIP
         >>> print_timeline(found, "exact")  # doctest: +SKIP
     """
-    console = _console(console)
+    console = console_of(console, COLUMNS)
     for table in (_sums(timeline, title), _stages(timeline), _operations(timeline)):
         console.print(table)
 
 
 def print_difference(timeline: Timeline, other: Mapping[str, Any], console: Console | None = None) -> None:
     """Print the difference of a timeline to another one, by stage and by operation."""
-    console = _console(console)
+    console = console_of(console, COLUMNS)
     title = f"against {other['title']}"
     sums = {"total": timeline.total_s, "exposed communication": timeline.exposed_s}
     before = {"total": other["total_s"], "exposed communication": other["exposed_s"]}
@@ -140,7 +141,7 @@ def _largest(mine: Mapping[str, float], others: Mapping[str, float]) -> list[str
 def _compared(
     title: str, column: str, mine: Mapping[str, float], others: Mapping[str, float], names: Iterable[str]
 ) -> Table:
-    table = _table(title, (column, "ms", "other ms", "difference"))
+    table = table_of(title, (column, "ms", "other ms", "difference"))
     for name in names:
         here, there = mine.get(name, 0.0), others.get(name, 0.0)
         table.add_row(escape(name), _ms(here), _ms(there), f"{(here - there) * 1e3:+.3f}")
@@ -161,7 +162,7 @@ def _sums(timeline: Timeline, title: str) -> Table:
 
 
 def _stages(timeline: Timeline) -> Table:
-    table = _table("stages of the compute stream", ("stage", "ms", "share", "of it communication"))
+    table = table_of("stages of the compute stream", ("stage", "ms", "share", "of it communication"))
     exposed: dict[str, float] = {}
     for span in timeline.compute:
         if span.is_communication:
@@ -173,7 +174,7 @@ def _stages(timeline: Timeline) -> Table:
 
 
 def _operations(timeline: Timeline) -> Table:
-    table = _table("longest operations", ("ms", "runs", "start", "stream", "bound", "stage", "operation"))
+    table = table_of("longest operations", ("ms", "runs", "start", "stream", "bound", "stage", "operation"))
     longest = sorted(timeline.spans, key=lambda span: -span.seconds)[:MOST_KERNELS]
     for span in longest:
         stream = "compute, waits" if span.name.startswith(WAIT) else span.stream
@@ -184,18 +185,3 @@ def _operations(timeline: Timeline) -> Table:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f}"
-
-
-def _console(console: Console | None) -> Console:
-    if console is None:
-        console = Console()
-        console.width = max(console.width, COLUMNS)
-    return console
-
-
-def _table(title: str, headers: tuple[str, ...]) -> Table:
-    table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    numbers = {"ms", "runs", "start", "share", "other ms", "difference", "of it communication"}
-    for header in headers:
-        table.add_column(header, justify="right" if header in numbers else "left", overflow="fold")
-    return table

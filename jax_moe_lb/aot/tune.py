@@ -18,10 +18,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from jax_moe_lb.aot.compiler_options import LATENCY_HIDING, compiler_options
-from jax_moe_lb.aot.layer_program import LayerProgram
+from jax_moe_lb.aot.layer import LayerProgram
 from jax_moe_lb.aot.load import DEFAULT_LOAD
 from jax_moe_lb.aot.operation_time import rates_of
-from jax_moe_lb.core.checks import check_integer
+from jax_moe_lb.aot.report import console_of
+from jax_moe_lb.core.checks import Count, check_value
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.dispatch import Dispatch
@@ -150,9 +151,8 @@ def tune(
         >>> tuned = tune(nnx.eval_shape(make), x, layers=4)  # doctest: +SKIP
         >>> print_tuned(tuned)  # doctest: +SKIP
     """
-    check_integer("layers", layers)
-    if memory_bytes is not None:
-        check_integer("memory_bytes", memory_bytes)
+    check_value("layers", layers, Count)
+    check_value("memory_bytes", memory_bytes, Count | None)
     program = LayerProgram(layer, x, load)
     rates_of(program.target)
     search = _Search(program, layers, memory_bytes, progress)
@@ -308,9 +308,7 @@ def print_tuned(tuned: Tuned, console: Console | None = None) -> None:
         >>> from jax_moe_lb.aot import print_tuned, tune
         >>> print_tuned(tune(layer, x))  # doctest: +SKIP
     """
-    if console is None:
-        console = Console()
-        console.width = max(console.width, COLUMNS)
+    console = console_of(console, COLUMNS)
     console.print(_table(tuned))
     for name, reason in tuned.rejected.items():
         console.print(escape(f"{name} does not compile: {reason}"), soft_wrap=True)

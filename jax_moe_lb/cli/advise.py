@@ -397,7 +397,7 @@ def advise(
         limits = parse_limits(file_limits)
         of_model = load_config("MODEL", model, "model", limits=limits)
         of_cluster = load_config("CLUSTER", cluster, "cluster", limits=limits)
-        shape, whole = model_of("MODEL", model, of_model, tokens), cluster_of("CLUSTER", cluster, of_cluster)
+        shape, whole = model_of(of_model, tokens), cluster_of(of_cluster)
         machine, step = expert_group(shape, whole, of_cluster.step.build())
         slots = slots_of(replica_slots, None, shape, machine)
         most_slots = shape.experts - shape.experts // machine.num_ranks if slots is None else slots

@@ -14,7 +14,7 @@ import typer
 
 from jax_moe_lb.balancers.base import LayerCost
 from jax_moe_lb.cli.advise import advise
-from jax_moe_lb.cli.compile import compile_command
+from jax_moe_lb.cli.compile import compile_command, tune_command
 from jax_moe_lb.cli.convert import convert, drift
 from jax_moe_lb.cli.doctor import balancers_table, diagnosis, facts_table, ops_table, products_table, version
 from jax_moe_lb.cli.output import (
@@ -41,7 +41,6 @@ from jax_moe_lb.cli.output import (
 )
 from jax_moe_lb.cli.planning import PlanRunner, load_balancer, mean_effect, no_op_reason
 from jax_moe_lb.cli.simulate import calibrate, simulate
-from jax_moe_lb.cli.tune import tune_command
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.recordings.counts_files import read_counts, read_trace, write_plans
 

@@ -1,4 +1,4 @@
-"""Command `compile`, and systems of the option `--system`, such as `hybridep+exact` and `ultraep+rails`."""
+"""Commands `compile` and `tune`, and systems of `--system`, such as `hybridep+exact` and `ultraep+rails`."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -6,16 +6,18 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import jax
+import jax.numpy as jnp
 import typer
+from flax import nnx
 
 from jax_moe_lb.advise.advise import chosen_migration
 from jax_moe_lb.advise.choice import Candidate
 from jax_moe_lb.aot.compile import quiet_stderr
 from jax_moe_lb.aot.layer import compile_layer
-from jax_moe_lb.aot.load import DEFAULT_LOAD, LayerLoad, counts_of
+from jax_moe_lb.aot.load import DEFAULT_LOAD, LayerLoad, LayerSizes, counts_of
 from jax_moe_lb.aot.operation_time import rates_of
 from jax_moe_lb.aot.report import ProgramReport, print_report
-from jax_moe_lb.aot.sizes import LayerSizes
 from jax_moe_lb.aot.targets import Target, use_no_accelerators
 from jax_moe_lb.aot.timeline import Timeline
 from jax_moe_lb.aot.timeline_report import (
@@ -25,10 +27,25 @@ from jax_moe_lb.aot.timeline_report import (
     summary,
     write_timeline,
 )
-from jax_moe_lb.cli.output import Json, OutputPath, SystemReplicaSlots, one_line_errors, parse_integer, print_json
-from jax_moe_lb.core.checks import shown
+from jax_moe_lb.aot.tune import Tuned, print_tuned, tune, usage_lines
+from jax_moe_lb.cli.output import (
+    Json,
+    OutputPath,
+    SystemReplicaSlots,
+    one_line_errors,
+    parse_integer,
+    parse_number,
+    print_json,
+    working,
+)
+from jax_moe_lb.core.checks import Least, shown
+from jax_moe_lb.core.quantities import size
+from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.layer.system import System, parse_system
 from jax_moe_lb.layer.systems import make_system
+from jax_moe_lb.nn.config import ExpertConfig, Precision
+from jax_moe_lb.nn.moe import MoE
+from jax_moe_lb.routing.routers import TopK
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.migration import Migration
 from jax_moe_lb.sim.model import ModelShape, Step
@@ -58,9 +75,8 @@ def compose(
         again = migration.gather_again or chosen.gather_again
         migration = replace(migration, domain_sizes=chosen.domain_sizes, gather_again=again)
     # Raise for invalid sizes before the simulation starts.
-    members = migration.sizes(cluster)
-    inside = tuple(level.size // size for level, size in zip(cluster.levels, members, strict=True))
-    return Candidate(name, system.by_rule(cluster.topology(inside), model.experts, model.per_token), migration)
+    topology = cluster.topology(migration.group_sizes(cluster))
+    return Candidate(name, system.by_rule(topology, model.experts, model.per_token), migration)
 
 
 def system_of(
@@ -145,7 +161,7 @@ def compile_command(
         chosen = system_of(
             system,
             parse_integer("--replica-slots", replica_slots),
-            None if headroom is None else _number("--headroom", headroom),
+            None if headroom is None else parse_number("--headroom", headroom, Least(0.0, excluded=True)),
             parse_integer("--max-rounds", max_rounds),
         )
         chosen = chosen.replace(saved=_saved(saved)) if saved else chosen
@@ -191,16 +207,6 @@ def planned_load(machine: Target, layer: LayerSizes, system: System, load: str, 
     return LayerLoad.of(system, layer, topology, counts_of(load, layer, topology.num_ranks), load)
 
 
-def _number(argument: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{argument} is {shown(text)}; expected a number above 0")
-    return value
-
-
 def _saved(names: list[str]) -> Saved:
     known = [field.name for field in fields(Saved)]
     for name in names:
@@ -216,3 +222,73 @@ def _options(given: list[str] | None) -> dict[str, str | bool]:
             raise ValueError(f"--xla is {shown(name)}; expected NAME=VALUE, such as xla_gpu_autotune_level=0")
     booleans: dict[str, str | bool] = {"true": True, "false": False}
     return {name.removeprefix("--"): booleans.get(value.lower(), value) for name, _, value in pairs}
+
+
+def tune_command(
+    target: TargetName,
+    system: Annotated[
+        str, typer.Option("--system", metavar="NAME[:KEY=VALUE]", help="System, such as exact:headroom=1.25.")
+    ] = "exact",
+    sizes: Sizes = None,
+    memory: Annotated[
+        str | None,
+        typer.Option("--memory", metavar="SIZE", help="Memory of a device, as 2GB.", show_default="5 % more"),
+    ] = None,
+    layers: Annotated[str, typer.Option("--layers", metavar="N", help="Layers whose residuals exist together.")] = "1",
+    load: LoadName = DEFAULT_LOAD,
+    as_json: Json = False,
+) -> None:
+    """Find the fastest form of a layer for an absent machine.
+
+    It compiles about ten forms of the layer with gradients, each in 10 to 30 seconds, and estimates their times. The
+    forms differ in dispatch, chunks, saved arrays and the scheduler of the compiler.
+    """
+    with one_line_errors(layers=layers, memory=memory):
+        machine, shape = Target.parse(target), LayerSizes.parse(",".join(sizes)) if sizes else LayerSizes()
+        chosen, number = system_of(system), parse_integer("--layers", layers)
+        limit = None if memory is None else _bytes(memory)
+        planned_load(machine, shape, chosen, load)
+        machine.require_compiler()
+        use_no_accelerators()
+        with quiet_stderr():
+            layer, x = _layer(machine, shape, chosen)
+        with working("compiling") as tell:
+            tuned = tune(layer, x, memory_bytes=limit, layers=number or 1, load=load, progress=tell)
+        if as_json:
+            print_json(_tuned_json(tuned))
+        else:
+            print_tuned(tuned)
+
+
+def _layer(machine: Target, sizes: LayerSizes, system: System) -> tuple[MoE, jax.ShapeDtypeStruct]:
+    """Return an abstract layer and the tokens of all ranks, in bfloat16."""
+    mesh = machine.mesh()
+    topology = Topology.from_mesh(mesh, mesh.axis_names, rails_per_node=mesh.shape["expert"])
+
+    def make() -> MoE:
+        return MoE(
+            sizes.hidden,
+            sizes.experts,
+            TopK(sizes.per_token),
+            mesh=mesh,
+            topology=topology,
+            system=system,
+            experts=ExpertConfig(sizes.inner),
+            precision=Precision(jnp.bfloat16, jnp.bfloat16),
+            rngs=nnx.Rngs(0),
+        )
+
+    return nnx.eval_shape(make), jax.ShapeDtypeStruct((mesh.size * sizes.tokens, sizes.hidden), jnp.bfloat16)
+
+
+def _bytes(text: str) -> int:
+    try:
+        return int(size(text))
+    except ValueError as error:
+        raise ValueError(f"--memory {error}") from error
+
+
+def _tuned_json(tuned: Tuned) -> dict[str, Any]:
+    named = {"system": repr(tuned.system), "best": tuned.best.name, "usage": usage_lines(tuned)}
+    forms = [vars(form) | {"system": repr(form.system)} for form in tuned.tried]
+    return vars(tuned) | named | {"tried": forms}

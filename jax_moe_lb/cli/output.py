@@ -6,6 +6,7 @@ are parsed from text here, because the messages of typer depend on the version.
 
 import inspect
 import json
+import math
 import os
 import sys
 import time
@@ -25,7 +26,7 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 from jax_moe_lb.cli.planning import Effect, mean_effect
-from jax_moe_lb.core.checks import shown
+from jax_moe_lb.core.checks import Least, shown
 from jax_moe_lb.core.file_limits import MOST_FACTOR, FileLimits
 from jax_moe_lb.core.topology import INT32_MAX
 
@@ -217,6 +218,17 @@ def parse_integer(argument: str, text: str | None, most: int = MAX_INTEGER, *, l
         wanted = f"from {least} to {most}" if digits not in ("", "0") else f"at least {least}"
         raise ValueError(f"{argument} is {shown(text)}; expected an integer, {wanted}")
     return int(digits)
+
+
+def parse_number(argument: str, text: str, least: Least) -> float:
+    """Parse the finite number of an option."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (least.admits(value) and value < math.inf):
+        raise ValueError(f"{argument} is {shown(text)}; expected a number{' ' if least.excluded else ', '}{least}")
+    return value
 
 
 def parse_limits(text: str | None) -> FileLimits:

@@ -22,13 +22,14 @@ from jax_moe_lb.cli.output import (
     one_line_errors,
     parse_integer,
     parse_limits,
+    parse_number,
     parse_replica_slots,
     print_json,
     print_table,
     print_text,
     with_progress,
 )
-from jax_moe_lb.core.checks import shown
+from jax_moe_lb.core.checks import Least, shown
 from jax_moe_lb.core.file_limits import FileLimits
 from jax_moe_lb.core.plan_file import whole_file
 from jax_moe_lb.core.topology import INT32_MAX, home_experts_per_rank
@@ -67,19 +68,17 @@ Imbalance = Annotated[
 ]
 
 
-def model_of(argument: str, source: str, config: SimulationConfig, tokens: str | None) -> ModelShape:
-    """Return the model of a configuration, with the tokens per rank of `--tokens` if given."""
-    if config.model is None:
-        raise ValueError(f"{argument} {source} has no model; expected a configuration with one")
+def model_of(config: SimulationConfig, tokens: str | None) -> ModelShape:
+    """Return the model of a configuration that has one, with the tokens per rank of `--tokens` if given."""
+    assert config.model is not None
     model = config.model.build()
     wanted = parse_integer("--tokens", tokens, INT32_MAX)
     return model if wanted is None else replace(model, tokens=wanted)
 
 
-def cluster_of(argument: str, source: str, config: SimulationConfig) -> Cluster:
-    """Return the cluster of a configuration."""
-    if config.cluster is None:
-        raise ValueError(f"{argument} {source} has no cluster; expected a configuration with one")
+def cluster_of(config: SimulationConfig) -> Cluster:
+    """Return the cluster of a configuration that has one."""
+    assert config.cluster is not None
     return config.cluster.build()
 
 
@@ -130,15 +129,7 @@ def as_recorded(model: ModelShape, counts: CountsOption, trace: Path | None) -> 
 
 def imbalance_of(config: SimulationConfig, text: str | None) -> float:
     """Return the imbalance of `--imbalance`, or of the configuration."""
-    if text is None:
-        return config.routing.imbalance
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 1 <= value < float("inf"):
-        raise ValueError(f"--imbalance is {shown(text)}; expected a number, at least 1")
-    return value
+    return config.routing.imbalance if text is None else parse_number("--imbalance", text, Least(1.0))
 
 
 def slots_of(text: str | None, given: int | None, model: ModelShape, cluster: Cluster) -> int | None:
@@ -245,7 +236,7 @@ def simulate(
     with one_line_errors(imbalance=imbalance, tokens=tokens, **given):
         limits = parse_limits(file_limits)
         read = load_config("CONFIG", config, "cluster", "model", limits=limits)
-        cluster, model = cluster_of("CONFIG", config, read), model_of("CONFIG", config, read, tokens)
+        cluster, model = cluster_of(read), model_of(read, tokens)
         counts = counts_of(read, model, cluster, trace, imbalance, limits)
         step, name = read.step.build(), system or read.system
         model = step.parallel.share(as_recorded(model, counts, trace), cluster)

@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from jax_moe_lb.aot.execution_counts import total
-from jax_moe_lb.aot.flops import products
+from jax_moe_lb.aot.flops import product_form, products
 from jax_moe_lb.aot.hlo import parse_module
-from jax_moe_lb.aot.product_form import product_form
 from tests.aot.programs import compiled_here
 
 

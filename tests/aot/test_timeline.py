@@ -8,8 +8,8 @@ import pytest
 from jax_moe_lb import Buffers, Topology, exact
 from jax_moe_lb.aot import LayerLoad, LayerSizes, Target, counts_of
 from jax_moe_lb.aot.execution_counts import Launches
+from jax_moe_lb.aot.flops import ProductForm
 from jax_moe_lb.aot.operation_time import OperationTime
-from jax_moe_lb.aot.product_form import ProductForm
 from jax_moe_lb.aot.schedule import PEER_COPIES, ExchangeShape, Kind, Loop, ScheduledOperation
 from jax_moe_lb.aot.timeline import COMPUTE, ENGINES, EXCHANGES, timeline
 from jax_moe_lb.collectives.exchange_paths import ExchangePath

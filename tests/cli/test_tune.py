@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jax_moe_lb.aot import Target
-from jax_moe_lb.aot.layer_program import LayerProgram
+from jax_moe_lb.aot.layer import LayerProgram
 from jax_moe_lb.cli import main
 from tests.aot.test_tune import costs
 from tests.cli.test_refusals import refusal
@@ -20,7 +20,7 @@ def compiled(monkeypatch):
     monkeypatch.setattr(Target, "devices", lambda self: jax.devices()[:8])
     monkeypatch.setattr(Target, "require_compiler", lambda self: None)
     monkeypatch.setattr(Target, "of", classmethod(lambda cls, devices: cls.parse("v5e:2x4")))
-    monkeypatch.setattr("jax_moe_lb.cli.tune.use_no_accelerators", lambda: None)
+    monkeypatch.setattr("jax_moe_lb.cli.compile.use_no_accelerators", lambda: None)
     monkeypatch.setattr(LayerProgram, "compile", lambda self, system, options: costs(system, options))
 
 
@@ -39,7 +39,7 @@ def test_the_fastest_form_as_json_and_text(compiled, capsys):
 
 
 BAD = {
-    "memory": (("--memory", "2"), "--memory is '2'; expected a size such as 1500MB or 2.5GB"),
+    "memory": (("--memory", "2"), "--memory is '2'; expected a size above 0 with its unit"),
     "no memory": (("--memory", "0GB"), "--memory is '0GB'; expected a size"),
     "layers": (("--layers", "0"), "--layers is '0'; expected an integer, at least 1"),
     "a load": (("--load", "zipf"), "--load is 'zipf'; expected uniform"),
