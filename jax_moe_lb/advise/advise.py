@@ -13,7 +13,7 @@ import numpy as np
 
 from jax_moe_lb.advise.choice import Candidate, Choice, with_memory
 from jax_moe_lb.advise.evaluate import Evaluator, Workload, permute_to_homes
-from jax_moe_lb.advise.fit import fits_in_memory, groups_of, needs
+from jax_moe_lb.advise.fit import fits_in_memory, groups_of, needs, with_tokens
 from jax_moe_lb.advise.search import SearchResult, SearchResults, Space, search
 from jax_moe_lb.core.topology import INT32_MAX
 from jax_moe_lb.sim.cluster import Cluster
@@ -59,9 +59,8 @@ def _size(
     judge: Evaluator, cluster: Cluster, tokens: int, tried: Sequence[Choice], workloads: Sequence[Workload]
 ) -> Size:
     model = judge.model
-    before_s = None if model.pre_expert_s is None else model.pre_expert_s * tokens / model.tokens
-    here = Evaluator(replace(model, tokens=tokens, pre_expert_s=before_s), cluster, judge.step)
-    loads = [_resized(workload, cluster.num_ranks, tokens / model.tokens) for workload in workloads]
+    here = Evaluator(with_tokens(model, tokens), cluster, judge.step)
+    loads = [workload.first_layer(cluster.num_ranks, tokens / model.tokens) for workload in workloads]
     fitting = [choice for choice in tried if fits_in_memory(here, choice)]
     times_s = {c: float(np.median([here.glance(c, load) for load in loads])) for c in fitting or tried}
     best = min(times_s, key=lambda choice: times_s[choice])
@@ -85,21 +84,6 @@ def sum_s(judge: Evaluator, group: Cluster) -> float:
             total_s += 2 * (members - 1) / members * num_bytes / held / rate + 2 * (members - 1) * level.latency_s
             held *= members
     return total_s
-
-
-def _resized(workload: Workload, ranks: int, factor: float) -> Workload:
-    """Take the counts of the first ranks, scaled to another number of tokens with the same popularity."""
-    if workload.counts is None:
-        raise ValueError(f"workload {workload.name!r} has no counts; expected some")
-    # Rounding changes each entry by at most one token, so the skew remains.
-    counts = np.rint(workload.counts[:1, :ranks] * factor).astype(np.int32)
-    earlier, before = workload.earlier, workload.before
-    return Workload(
-        workload.name,
-        counts,
-        None if earlier is None else earlier[:1],
-        None if before is None else np.rint(before[:, :1, :ranks] * factor).astype(np.int32),
-    )
 
 
 SWEPT_TOKENS = tuple(2**power for power in range(4, 18))
@@ -202,10 +186,10 @@ def pays_from(
     # It scales the routing of the workload and of the steps before it in proportion, and simulates one layer.
     found: int | None = None
     routed = [(one, permute_to_homes(workload, one, cluster)[0].astype(np.float64)) for one in (candidate, baseline)]
-    before = workload.first_layer.before if keeps_history(candidate.system, model, cluster) else None
+    before = workload.first_layer().before if keeps_history(candidate.system, model, cluster) else None
     # Iterate from the largest size down, so that the result stays faster at all larger sizes.
     for tokens in reversed(SWEPT_TOKENS):
-        scaled = replace(model, layers=1, tokens=tokens, pre_expert_s=_scaled_s(model, cluster, tokens))
+        scaled = replace(with_tokens(model, tokens), layers=1)
         # Rounding changes each entry by at most one token, so the skew remains.
         wanted = [np.rint(counts * (tokens / model.tokens)) for _, counts in routed]
         # With very many ranks, the largest sizes exceed the planners' int32 counts.
@@ -221,7 +205,3 @@ def pays_from(
             break
         found = tokens
     return found
-
-
-def _scaled_s(model: ModelShape, cluster: Cluster, tokens: int) -> float:
-    return model.before_experts_s(cluster) * tokens / model.tokens

@@ -95,13 +95,11 @@ class Choice:
     def build(self, model: ModelShape, cluster: Cluster, step: Step) -> Candidate:
         """Build the candidate, with the dispatch of `dispatch_by_rule`."""
         # Its expert domains gather again in the backward pass if memory is short.
-        system, migration = self.build_system(), Migration()
-        inside = tuple(level.size for level in cluster.levels)
+        migration = Migration(self.domain_sizes, Codec(self.ratio))
+        topology = cluster.topology(migration.group_sizes(cluster))
+        system = self.build_system().by_rule(topology, model.experts, model.per_token)
         if self.domain_sizes:
-            inside = tuple(size // members for size, members in zip(inside, self.domain_sizes, strict=True))
-        system = system.by_rule(cluster.topology(inside), model.experts, model.per_token)
-        if self.domain_sizes:
-            migration = with_memory(Migration(self.domain_sizes, Codec(self.ratio)), model, cluster, step)
+            migration = with_memory(migration, model, cluster, step)
             there = math.inf if cluster.memory_bytes is None else cluster.memory_bytes
             bare, whole = (memory_of(system, model, cluster, one, step).total for one in (Migration(), migration))
             # If the home experts alone exceed the memory, gathering again does not help.

@@ -57,15 +57,15 @@ class Workload:
     # Counts of the steps directly before, for balancers with history. None (default) if unknown.
     before: Int[np.ndarray, "steps X R E"] | None = None
 
-    @property
-    def first_layer(self) -> "Workload":
-        """The workload with its first layer only."""
-        counts, earlier, before = self.counts, self.earlier, self.before
+    def first_layer(self, num_ranks: int | None = None, factor: float = 1) -> "Workload":
+        """Return the first layer on the first ranks, scaled to another number of tokens with the same popularity."""
+
+        def part(counts: Int[np.ndarray, "*steps X R E"] | None) -> Int[np.ndarray, "*steps 1 r E"] | None:
+            # Rounding changes each entry by at most one token, so the skew remains.
+            return None if counts is None else np.rint(counts[..., :1, :num_ranks, :] * factor).astype(np.int32)
+
         return Workload(
-            self.name,
-            None if counts is None else counts[:1],
-            None if earlier is None else earlier[:1],
-            None if before is None else before[:, :1],
+            self.name, part(self.counts), None if self.earlier is None else self.earlier[:1], part(self.before)
         )
 
 
@@ -160,7 +160,7 @@ class Evaluator:
             # Other layers and microbatches take the same time under all choices.
             model = replace(self.model, layers=1, other_s=0.0)
             step = replace(self.step, parallel=self.step.parallel.of_one_microbatch)
-            self._seen[key] = self._simulated_layer(choice, workload.first_layer, model, step)
+            self._seen[key] = self._simulated_layer(choice, workload.first_layer(), model, step)
         return self._seen[key]
 
     def report(self, choice: Choice, workload: Workload) -> Report:
@@ -193,8 +193,7 @@ class Evaluator:
         always = needs_counts(one.system.balancer) and choice.system != "exact"
         planner_s = (self.cluster.planner_s or 0.0) if always else 0.0
         if always and self.cluster.planner_s is None:
-            sizes = zip(self.cluster.levels, one.migration.sizes(self.cluster), strict=True)
-            group = self.cluster.topology(tuple(level.size // size for level, size in sizes))
+            group = self.cluster.topology(one.migration.group_sizes(self.cluster))
             sizes_of_plan = group.num_ranks, group.ranks_per_domain, model.experts
             planner_s = planning_s(one.system.balancer, *sizes_of_plan, self.cluster.host_wait_s)
         # Experts wait for the gathers before them, and gradients go home after them.

@@ -49,28 +49,21 @@ def _share(value: object) -> float:
     return float(value)
 
 
-def _shares(value: object) -> dict[int, float]:
-    if not isinstance(value, Mapping) or not value:
-        raise ValueError(f"is {shown(value)}; expected shares by updates per peer")
-    return {int(updates): _share(share) for updates, share in value.items()}
+def _by_number(parse: Callable[[Any], float], wanted: str) -> Callable[[object], dict[int, float]]:
+    """Return a parser of a mapping from ascending integers."""
 
+    def read(value: object) -> dict[int, float]:
+        if not isinstance(value, Mapping) or not value or list(value) != sorted(value, key=int):
+            raise ValueError(f"is {shown(value)}; expected {wanted}, ascending")
+        return {int(number): parse(one) for number, one in value.items()}
 
-def _times(value: object) -> dict[int, float]:
-    if not isinstance(value, Mapping) or not value:
-        raise ValueError(f"is {shown(value)}; expected times by ranks of a domain")
-    return {int(ranks): time(one) for ranks, one in value.items()}
+    return read
 
 
 def _speeds(value: object) -> dict[str, float]:
     if not isinstance(value, Mapping) or set(value) != set(PRODUCTS):
         raise ValueError(f"is {shown(value)}; expected product, transposed and outer")
     return {kind: speed(one) for kind, one in value.items()}
-
-
-def _by_rows(value: object) -> dict[int, float]:
-    if not isinstance(value, Mapping) or not value or list(value) != sorted(value, key=int):
-        raise ValueError(f"is {shown(value)}; expected speeds by rows, ascending")
-    return {int(rows): speed(one) for rows, one in value.items()}
 
 
 def _kernels(value: Any) -> dict[str, dict[str, float]]:
@@ -86,10 +79,10 @@ Rate = Annotated[float, _figure(rate)]
 Time = Annotated[float, _figure(time)]
 Speed = Annotated[float, _figure(speed)]
 Share = Annotated[float, _figure(_share)]
-Shares = Annotated[dict[int, float], _figure(_shares)]
-Times = Annotated[dict[int, float], _figure(_times)]
+Shares = Annotated[dict[int, float], _figure(_by_number(_share, "shares by updates per peer"))]
+Times = Annotated[dict[int, float], _figure(_by_number(time, "times by ranks of a domain"))]
 Speeds = Annotated[dict[str, float], _figure(_speeds)]
-ByRows = Annotated[dict[int, float], _figure(_by_rows)]
+ByRows = Annotated[dict[int, float], _figure(_by_number(speed, "speeds by rows"))]
 Kernels = Annotated[dict[str, dict[str, float]], _figure(_kernels)]
 Count = Annotated[int, _figure(int)]
 Text = Annotated[str, str]

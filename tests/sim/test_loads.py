@@ -79,6 +79,6 @@ def test_a_trace_is_judged_on_its_second_half():
     np.testing.assert_array_equal(loads[1].counts, trace[7][[0, 5]])
     np.testing.assert_array_equal(loads[1].earlier, trace[:5, [0, 5]].sum((0, 2)))
     np.testing.assert_array_equal(loads[1].before, trace[3:7, [0, 5]])
-    np.testing.assert_array_equal(loads[1].first_layer.before, trace[3:7, :1])
+    np.testing.assert_array_equal(loads[1].first_layer().before, trace[3:7, :1])
     assert recorded_workloads(trace[:1], 3, 2)[0].earlier is None
     assert recorded_workloads(trace[:7], 3, 2)[0].before is None
