@@ -13,7 +13,7 @@ from jaxtyping import Int
 
 from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.experts import Experts
-from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.core.plan import Plan, replica_copies
 from jax_moe_lb.core.split import nearest_first
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts
@@ -304,28 +304,12 @@ class LayerLoad:
     @cached_property
     def replicas(self) -> Slices:
         """Experts copied into each replica slot (third) of a rank (second), from home or from a relay (first)."""
-        if self.plan.relay is None:
-            return self._from(self._homes)
-        relay = self.plan.relay[:, self.plan.num_home :]
-        return self._from(np.where(relay >= 0, relay, self._homes))
+        return replica_copies(self.plan).astype(np.int64)
 
     @cached_property
     def replica_gradients(self) -> Slices:
         """Gradients from the replica slots (third) of a rank (first) to the homes of the experts (second)."""
-        return self._from(self._homes).transpose(1, 0, 2)
-
-    @property
-    def _homes(self) -> Int[np.ndarray, "R P"]:
-        taken = self.plan.placement[:, self.plan.num_home :]
-        return np.where(taken >= 0, taken // self.plan.num_home, -1)
-
-    def _from(self, source: Int[np.ndarray, "R P"]) -> Slices:
-        """Return one expert from the source of each occupied slot."""
-        ranks, slots = source.shape
-        found = np.zeros((ranks, ranks, slots), np.int64)
-        rank, slot = np.nonzero(source >= 0)
-        found[source[rank, slot], rank, slot] = 1
-        return found
+        return replica_copies(self.plan, from_home=True).astype(np.int64).transpose(1, 0, 2)
 
 
 def slices(counts: Counts, plan: Plan) -> Slices:

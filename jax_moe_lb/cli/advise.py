@@ -54,7 +54,7 @@ from jax_moe_lb.sim.config import SimulationConfig, load_config, preset_names
 from jax_moe_lb.sim.limits import MOST_PLANNED_RANKS, forecast
 from jax_moe_lb.sim.loads import LoadShape
 from jax_moe_lb.sim.model import ModelShape
-from jax_moe_lb.sim.uniform import experts_of, sample_of
+from jax_moe_lb.sim.work import experts_of, sample_of
 from jax_moe_lb.transport.rule import dispatch_by_rule
 
 SHOWN = 3

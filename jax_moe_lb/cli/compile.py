@@ -20,13 +20,7 @@ from jax_moe_lb.aot.operation_time import rates_of
 from jax_moe_lb.aot.report import ProgramReport, print_report
 from jax_moe_lb.aot.targets import Target, use_no_accelerators
 from jax_moe_lb.aot.timeline import Timeline
-from jax_moe_lb.aot.timeline_report import (
-    print_difference,
-    print_timeline,
-    read_timeline,
-    summary,
-    write_timeline,
-)
+from jax_moe_lb.aot.timeline_report import print_difference, print_timeline, read_timeline, summary, write_timeline
 from jax_moe_lb.aot.tune import Tuned, print_tuned, tune, usage_lines
 from jax_moe_lb.cli.output import (
     Json,

@@ -262,6 +262,17 @@ def imbalance(load: Load) -> Scalar:
     return xp.where(mean > 0, load.max() / xp.where(mean > 0, mean, 1), xp.ones_like(mean))
 
 
+def replica_copies(plan: Plan, *, from_home: bool = False) -> Bool[np.ndarray, "R R P"]:
+    """Return the experts copied from rank (first) to each replica slot (third) of a rank (second), on the host."""
+    # From the plan's relay, where -1 stands for none, or always from home, which the gradients return to.
+    replicas = plan.placement[:, plan.num_home :]
+    senders = np.where(replicas >= 0, replicas // plan.num_home, -1)
+    if plan.relay is not None and not from_home:
+        relay = plan.relay[:, plan.num_home :]
+        senders = np.where(relay >= 0, relay, senders)
+    return senders == np.arange(plan.num_ranks)[:, None, None]
+
+
 class Traffic(NamedTuple):
     """Rows and replicas moved between ranks by a plan; see `traffic`."""
 

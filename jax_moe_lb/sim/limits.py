@@ -24,7 +24,7 @@ MOST_RANK_LAYERS = 2**21
 """Maximum product of ranks and layers of a timeline, which stores the start and end of every task per rank."""
 
 MOST_PLANNED_RANKS = 256
-"""Maximum number of ranks for which `advise` samples all counts; larger machines use `sim/uniform.py`."""
+"""Maximum number of ranks for which `advise` samples all counts; larger machines use `sample_of`."""
 
 PLAN_S, PLAN_RANKS, PLAN_POWER = 0.03, 128, 2.5
 """Model of the planning time: seconds for this number of ranks, growing with this power of it; measured for 128 to 1024

@@ -112,7 +112,7 @@ def measure(ranks: int) -> Measured:
         rows=tuple(map(float, ROWS)),
         # A gated expert has three matrices, with two operations per element.
         flops_per_s=tuple(GROUPS * rows * 6.0 * HIDDEN * INNER / s for rows, s in zip(ROWS, ffn_s, strict=True)),
-        backward_factor=max(1.0, _ffn_gradients_s(mesh, ROWS[-1]) / ffn_s[-1]),
+        backward_factor=max(1.0, _ffn_s(mesh, ROWS[-1], backward=True) / ffn_s[-1]),
         dense_flops_per_s=2.0 * 1024 * 1024 * 1024 / _product_s(mesh),
         copy_bytes_per_s=3.0 * HIDDEN * INNER * 4 * GROUPS / _copy_s(mesh),
         planner_s=_planner_s(mesh.size),
@@ -164,27 +164,19 @@ def _weights() -> tuple[np.ndarray, ...]:
     return tuple(rng.normal(size=shape).astype(np.float32) for shape in shapes)
 
 
-def _ffn_s(mesh: Mesh, rows: int) -> float:
-    def one_rank(x: jax.Array, up: jax.Array, down: jax.Array, gate: jax.Array) -> jax.Array:
-        sizes = jnp.full(GROUPS, rows, jnp.int32)
-        return grouped_ffn(x, Experts(up, down, gate), jax.lax.pcast(sizes, mesh.axis_names, to="varying"))
+def _ffn_s(mesh: Mesh, rows: int, *, backward: bool = False) -> float:
+    """Time the forward pass, or the backward pass, which computes the hidden activations again."""
 
-    call = _on_ranks(mesh, one_rank, np.ones((GROUPS * rows, HIDDEN), np.float32), *_weights())
-    return median_s(call, REPEATS)
-
-
-def _ffn_gradients_s(mesh: Mesh, rows: int) -> float:
-    """Time the backward pass, which computes the hidden activations again."""
-
-    def one_rank(x: jax.Array, up: jax.Array, down: jax.Array, gate: jax.Array) -> tuple[jax.Array, Experts]:
+    def one_rank(x: jax.Array, up: jax.Array, down: jax.Array, gate: jax.Array) -> jax.Array | tuple[Any, Any]:
+        experts = Experts(up, down, gate)
         sizes = jax.lax.pcast(jnp.full(GROUPS, rows, jnp.int32), mesh.axis_names, to="varying")
+        if not backward:
+            return grouped_ffn(x, experts, sizes)
         batch = BackwardRows(x, jnp.ones_like(x[:, :1]), x)
-        found = grouped_ffn_gradients(batch, Experts(up, down, gate), RowGroups(sizes), jnp.float32)
-        assert isinstance(found[2], Experts)
-        return found[0], found[2]
+        of_rows, _, of_experts, *_ = grouped_ffn_gradients(batch, experts, RowGroups(sizes), jnp.float32)
+        return of_rows, of_experts
 
-    call = _on_ranks(mesh, one_rank, np.ones((GROUPS * rows, HIDDEN), np.float32), *_weights())
-    return median_s(call, REPEATS)
+    return median_s(_on_ranks(mesh, one_rank, np.ones((GROUPS * rows, HIDDEN), np.float32), *_weights()), REPEATS)
 
 
 def _product_s(mesh: Mesh) -> float:

@@ -185,7 +185,9 @@ class _Layer:
         rows = self.system.dispatch.cost().row_arrays(model.tokens, model.per_token, self._topology)
         widened = SUMS_BYTES / model.itemsize if rows.carries_sums else 1
         carried = int(rows.carried * model.row_bytes * widened)
-        return RowArrays(*(number * model.row_bytes for number in rows))._replace(carried=carried)
+        numbers = rows.sent, rows.received, rows.computed, rows.forwarded
+        sent, received, computed, forwarded = (number * model.row_bytes for number in numbers)
+        return RowArrays(sent, received, computed, carried, forwarded=forwarded)
 
     @property
     def _hidden(self) -> int:

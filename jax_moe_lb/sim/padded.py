@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from jax_moe_lb.collectives.permutes import unidirectional_permutes
-from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.core.plan import Plan, replica_copies
 from jax_moe_lb.transport.wave_rows import RowsBetween, WaveRows
 
 RowsByRound = Int[np.ndarray, "N R R"]
@@ -126,9 +126,7 @@ def _order(last: Bool[np.ndarray, "R X"]) -> Int[np.ndarray, "R X"]:
 
 def replicas_by_slot(plan: Plan) -> RowsByRound:
     """Count the experts copied from rank to rank for each replica slot."""
-    replicas = plan.placement[:, plan.num_home :]
-    homes = np.where(replicas >= 0, replicas // plan.num_home, -1).T
-    return (homes[:, None] == np.arange(plan.num_ranks)[None, :, None]).astype(np.int64)
+    return replica_copies(plan, from_home=True).transpose(2, 0, 1).astype(np.int64)
 
 
 def padded_replicas(by_slot: RowsByRound, num_home: int) -> PaddedHop:

@@ -5,7 +5,7 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import jax
@@ -24,8 +24,7 @@ from jax_moe_lb.sim.migration import Migration
 from jax_moe_lb.sim.model import ModelShape, Step
 from jax_moe_lb.sim.network import level_bytes
 from jax_moe_lb.sim.schedule import Scheduler
-from jax_moe_lb.sim.uniform import experts_of, sampled_work, uniform_work
-from jax_moe_lb.sim.work import LayerWork, layer_work
+from jax_moe_lb.sim.work import LayerWork, experts_of, layer_work, sampled_work, uniform_work
 from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.dispatch import Dispatch
 
@@ -48,11 +47,7 @@ class StageTime:
 
     def plus(self, other: "StageTime", times: float) -> "StageTime":
         """Add another total `times` times."""
-        return StageTime(
-            self.busy_s + times * other.busy_s,
-            self.exposed_s + times * other.exposed_s,
-            self.bytes + times * other.bytes,
-        )
+        return StageTime(*(mine + times * its for mine, its in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -268,8 +263,7 @@ def remembered(
     """Update the state of a balancer through earlier steps, without simulating their time."""
     states: States | None = None
     for counts in before:
-        each = zip(counts, states or itertools.repeat(None, len(counts)), strict=True)
-        states = [layer_work(system, model, cluster, layer, migration, state)[1] for layer, state in each]
+        _, states = _works(system, model, cluster, counts, migration, states)
     return states
 
 
@@ -300,12 +294,8 @@ def mean_report(reports: Sequence[Report]) -> Report:
     # A missing stage, such as `weights` in a step without replicas, counts as 0 in the mean.
     stages = {}
     for name in names:
-        of_steps = [report.stages.get(name, StageTime()) for report in reports]
-        stages[name] = StageTime(
-            mean(stage.busy_s for stage in of_steps),
-            mean(stage.exposed_s for stage in of_steps),
-            mean(stage.bytes for stage in of_steps),
-        )
+        of_steps = (astuple(report.stages.get(name, StageTime())) for report in reports)
+        stages[name] = StageTime(*map(mean, zip(*of_steps, strict=True)))
     return replace(
         reports[-1],
         step_s=mean(report.step_s for report in reports),
@@ -327,7 +317,7 @@ def simulate_uniform(
 ) -> Report:
     """Simulate a step of plain expert parallelism, or HybridEP, under uniform routing, on any number of ranks.
 
-    Use it for machines too large for an array of counts; `uniform.py` describes the assumptions.
+    Use it for machines too large for an array of counts; `work.py` describes the assumptions.
 
     Args:
         model: Sizes of the layers.
@@ -363,7 +353,7 @@ def simulate_sample(
     step: Step = Step(),
 ) -> Report:
     """Simulate a step on a machine with too many ranks for the planner, from a sample of the ranks."""
-    # `sim/uniform.py` describes the method.
+    # `sim/work.py` describes the method.
     part = replace(model, experts=experts_of(model, cluster, sample))
     counts = _checked(counts, part, sample)
     works = [sampled_work(system, model, cluster, sample, layer, migration) for layer in counts]

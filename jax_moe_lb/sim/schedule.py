@@ -36,14 +36,7 @@ import numpy as np
 
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.events import PerRank, Task, Timeline, Transfer
-from jax_moe_lb.sim.hbm import (
-    SUMS_BYTES,
-    empty_row_bytes,
-    joined_bytes,
-    permuted_bytes,
-    summed_bytes,
-    summed_in_loop,
-)
+from jax_moe_lb.sim.hbm import SUMS_BYTES, empty_row_bytes, joined_bytes, permuted_bytes, summed_bytes, summed_in_loop
 from jax_moe_lb.sim.model import ModelShape, Peers, Step
 from jax_moe_lb.sim.network import Flow, busy_s, latency_s, level_seconds, seconds
 from jax_moe_lb.sim.work import LayerWork, Wave

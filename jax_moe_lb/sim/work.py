@@ -1,4 +1,14 @@
-"""Work of one layer under a `System`: bytes on links and rows in slots, from the system's own plans."""
+"""Work of one layer under a `System`: bytes on links and rows in slots, from the system's own plans.
+
+Two functions serve machines too large for counts of shape `[R, E]`. `uniform_work` assumes that every rank sends the
+same number of token copies to every expert. Plain expert parallelism is then balanced, and one rank stands for all. For
+even counts it equals `layer_work`, without sampling or extrapolation.
+
+`sampled_work` simulates some of the outermost members, few enough for planners. The sample gives rows of slots, bytes
+to other members, and weights moved in a domain. The whole machine gives the exchange of counts and addresses, gathers
+of expert domains, and memory. With fewer members, fewer tokens leave their member; a factor corrects this. The sample
+represents a machine whose parts are equally popular; the worst of a thousand members may be worse.
+"""
 
 import math
 from collections.abc import Sequence
@@ -10,8 +20,8 @@ import numpy as np
 from jaxtyping import Int, Num
 
 from jax_moe_lb.balancers.base import LayerCost
-from jax_moe_lb.core.plan import Plan, load
-from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.plan import Plan, load, replica_copies
+from jax_moe_lb.core.topology import Topology, home_experts_per_rank
 from jax_moe_lb.core.types import Counts, State
 from jax_moe_lb.layer.plan_on_host import HostPlan, plan_groups
 from jax_moe_lb.layer.systems import System
@@ -24,17 +34,10 @@ from jax_moe_lb.sim.hbm import (
     permuted_bytes,
     summed_in_loop,
 )
+from jax_moe_lb.sim.limits import MOST_PLANNED_RANKS
 from jax_moe_lb.sim.migration import Migration
 from jax_moe_lb.sim.model import ModelShape
-from jax_moe_lb.sim.network import (
-    Flow,
-    MessageSizes,
-    all_gather,
-    all_to_all,
-    flow,
-    pair_hops,
-    with_messages,
-)
+from jax_moe_lb.sim.network import Flow, MessageSizes, all_gather, all_to_all, even_flow, flow, pair_hops, with_messages
 from jax_moe_lb.sim.padded import (
     PaddedHop,
     TurnRows,
@@ -47,8 +50,9 @@ from jax_moe_lb.sim.padded import (
 )
 from jax_moe_lb.sim.planner_times import needs_counts, planning_s
 from jax_moe_lb.transport.cost import TransportCost
+from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.dispatch import Dispatch
-from jax_moe_lb.transport.wave_rows import RowsBetween, WaveRows, rows_of_groups
+from jax_moe_lb.transport.wave_rows import EvenRouting, RowsBetween, WaveRows, rows_of_groups
 
 ERROR_WORDS = 4
 """Number of integers with the router's error code, sent beside each rank's counts; see `layer.moe.count`."""
@@ -60,17 +64,12 @@ ExpertMatrix = Int[np.ndarray, "R R"]
 
 def replicas_between(plan: Plan) -> ExpertMatrix:
     """Count the experts whose weights each rank copies to each rank, from the home or from the plan's relay."""
-    sender = _homes(plan)
-    if plan.relay is not None:
-        relay = plan.relay[:, plan.num_home :]
-        # -1 stands for no relay: the copy comes from home.
-        sender = np.where(relay >= 0, relay, sender)
-    return _between(sender, plan)
+    return replica_copies(plan).sum(2)
 
 
 def gradients_between(plan: Plan) -> ExpertMatrix:
     """Count the gradients of replicas that each rank sends to each home; relays do not forward gradients."""
-    return _between(_homes(plan), plan).T
+    return replica_copies(plan, from_home=True).sum(2).T
 
 
 def rows_per_slot(plan: Plan) -> Int[np.ndarray, "R S"]:
@@ -78,21 +77,6 @@ def rows_per_slot(plan: Plan) -> Int[np.ndarray, "R S"]:
     # The -1 of an empty slot is read as expert 0, and its rows are then masked.
     rows = plan.quota[np.maximum(plan.placement, 0), np.arange(plan.num_ranks)[:, None]]
     return np.where(plan.placement >= 0, rows, 0)
-
-
-def _homes(plan: Plan) -> Int[np.ndarray, "R X"]:
-    """Return the home rank per replica; -1 for an empty slot."""
-    replicas = plan.placement[:, plan.num_home :]
-    return np.where(replicas >= 0, replicas // plan.num_home, -1)
-
-
-def _between(sender: Int[np.ndarray, "R X"], plan: Plan) -> ExpertMatrix:
-    there = sender >= 0
-    receiver = np.broadcast_to(np.arange(plan.num_ranks)[:, None], sender.shape)
-    copies = np.zeros((plan.num_ranks, plan.num_ranks), np.int64)
-    # With repeated indices, `+=` would count each pair of ranks only once.
-    np.add.at(copies, (sender[there], receiver[there]), 1)
-    return copies
 
 
 def groups(cluster: Cluster, sizes: tuple[int, ...]) -> list[Int[np.ndarray, "G"]]:
@@ -492,3 +476,81 @@ def exchanged(tokens: Flow, inside: MessageSizes, cluster: Cluster, *, by_level:
         tokens = replace(tokens, sent=sent, received=received)
         inside = tuple(size if is_used else 1 for size, is_used in zip(inside, used, strict=True))
     return replace(tokens, hops=pair_hops(inside)) if cluster.communication.by_pairs else tokens
+
+
+def uniform_work(
+    model: ModelShape, cluster: Cluster, migration: Migration = Migration(), dispatch: Dispatch = Direct()
+) -> LayerWork:
+    """Compute the work of a layer under uniform routing: plain expert parallelism or, with a migration, HybridEP."""
+    if cluster.jitter:
+        raise ValueError(f"Cluster.jitter is {cluster.jitter}; expected 0, as one rank stands for all")
+    home_experts_per_rank(model.experts, cluster.num_ranks, "model")
+    inside = migration.group_sizes(cluster)
+    copies = model.tokens * model.per_token
+    # Members of an expert domain hold each other's experts, so a rank serves those of its whole domain.
+    held = model.experts // int(np.prod(inside))
+    widths, cost = widths_of(model, cluster, dispatch), dispatch.cost()
+    hops = cost.even_hops(EvenRouting(model.experts, model.per_token, model.tokens), inside)
+    flows = (even_flow(tuple(widths.out * rows for rows in hop), cluster) for hop in hops)
+    exchanges = tuple(exchanged(one, inside, cluster, by_level=cost.by_level) for one in flows)
+    gathered = cost.row_arrays(model.tokens, model.per_token, cluster.topology(inside)).gathered(float(copies))
+    rows = np.full((1, held), copies / held)
+    wave = Wave(exchanges, rows, 1, widths, gathered, cost.early_hops, cost.chunks_of_hops())
+    shared = shared_work(model, cluster, migration, model.experts, dispatch)
+    return replace(shared, waves=(wave,), load=np.array([copies]))
+
+
+def sample_of(cluster: Cluster, most_ranks: int = MOST_PLANNED_RANKS) -> Cluster | None:
+    """Return a machine with fewer outermost members of equal size, or None if no sample represents the whole."""
+    # Among the divisors of the number of members within the limit, it takes the one with the most divisors of its own.
+    # This allows expert domains of many sizes.
+    outer, most = cluster.levels[0], most_ranks // cluster.inner[0]
+    sizes = [size for size in range(2, most + 1) if outer.size % size == 0]
+    # If weights move between the outermost members, a sample would have smaller domains.
+    if not sizes or cluster.ranks_per_domain > cluster.inner[0]:
+        return None
+    best = max(sizes, key=lambda size: (sum(size % part == 0 for part in range(1, size + 1)), size))
+    return replace(cluster, levels=(replace(outer, size=best), *cluster.levels[1:]))
+
+
+def experts_of(model: ModelShape, cluster: Cluster, sample: Cluster) -> int:
+    """Count the experts at home in a sample: as many per rank as in the whole machine."""
+    return model.experts // cluster.num_ranks * sample.num_ranks
+
+
+def sampled_work(
+    system: System, model: ModelShape, cluster: Cluster, sample: Cluster, counts: Counts, migration: Migration
+) -> LayerWork:
+    """Compute the work of one layer of the whole machine, with the plan of a sample."""
+    size = migration.sizes(cluster)[0]
+    if size == sample.levels[0].size:
+        raise ValueError(f"domain_sizes is {migration.domain_sizes}; expected fewer than the {size} of the sample")
+    part = replace(model, experts=counts.shape[1])
+    planned, _ = layer_work(system, part, sample, counts, migration)
+    whole = shared_work(model, cluster, migration, model.experts, system.dispatch)
+    inside = migration.group_sizes(cluster)
+    leaves = _leaves(inside[0]) / _leaves(sample.levels[0].size // size)
+    by_level = system.dispatch.cost().by_level
+    return replace(
+        planned,
+        gather=whole.gather,
+        gather_home=whole.gather_home,
+        counts=whole.counts,
+        address=whole.address,
+        waves=tuple(_more_outside(wave, leaves, inside, cluster, by_level) for wave in planned.waves),
+    )
+
+
+def _leaves(members: int) -> float:
+    """Return the share of evenly spread rows sent to other members."""
+    return (members - 1) / members
+
+
+def _more_outside(wave: Wave, factor: float, inside: tuple[int, ...], cluster: Cluster, by_level: bool) -> Wave:
+    def more(flow: Flow) -> Flow:
+        sides = ((side[0] * factor, *side[1:]) for side in (flow.sent, flow.received))
+        sent, received = sides
+        # The whole machine has more pairs, hence more hops.
+        return exchanged(replace(flow, sent=sent, received=received), inside, cluster, by_level=by_level)
+
+    return replace(wave, dispatch=tuple(map(more, wave.dispatch)))

@@ -15,7 +15,7 @@ from jax_moe_lb.layer.systems import system_names
 from jax_moe_lb.sim import Cluster, Links, Migration, ModelShape, Step, skewed_counts
 from jax_moe_lb.sim.config import load_config
 from jax_moe_lb.sim.limits import forecast
-from jax_moe_lb.sim.uniform import sample_of
+from jax_moe_lb.sim.work import sample_of
 from tests.cli.commands import output, refusal
 
 CONFIG = """

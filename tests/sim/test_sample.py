@@ -7,7 +7,7 @@ from jax_moe_lb import greedy, plain
 from jax_moe_lb.advise.search import Space
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, simulate
 from jax_moe_lb.sim.run import simulate_sample
-from jax_moe_lb.sim.uniform import experts_of, sample_of
+from jax_moe_lb.sim.work import experts_of, sample_of
 
 WHOLE = Cluster((Links("dc", 8, 1e9, 2, 1e-3), Links("gpu", 2, 1e11)), AnalyticGemm(1e13), planner_s=1e-4)
 SAMPLE = sample_of(WHOLE, 8)
