@@ -20,7 +20,8 @@ from jax_moe_lb.advise.choice import Choice
 from jax_moe_lb.advise.program import WRITTEN, program
 from jax_moe_lb.advise.search import Space
 from jax_moe_lb.cli.app import app
-from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, ModelShape
+from jax_moe_lb.nn import GradientResidual
+from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape
 
 MODEL = ModelShape(1, 256, 512, 8, 2, 2048, shared_inner=128)
 LEVELS = Links("node", 2, 5e9, links=2, latency_s=1e-5), Links("gpu", 2, 50e9)
@@ -55,10 +56,12 @@ def test_the_program_makes_the_layer_that_was_simulated(case, monkeypatch, capsy
     choice, model, options = CASES[case]
     found = run(program(choice, model, CLUSTER, **options), monkeypatch)
     assert capsys.readouterr().out.startswith("imbalance [")
-    layer, system = found["layer"], choice.build_system()
-    dispatch = type(layer.system.dispatch).__name__
-    assert dispatch == options.get("dispatch", "MultiRailDispatch" if choice.sprayed else "Direct")
-    if "dispatch" not in options:
+    layer, migration = found["layer"], Migration(choice.domain_sizes)
+    topology = CLUSTER.topology(migration.group_sizes(CLUSTER))
+    system = choice.build_system().by_rule(topology, model.experts, model.per_token)
+    if "dispatch" in options:
+        assert type(layer.system.dispatch).__name__ == options["dispatch"]
+    else:
         assert replace(layer.system, migrate=None) == system
     assert (layer.system.balancer, layer.system.replicate, layer.system.replica_slots, layer.system.relocates) == (
         system.balancer,
@@ -74,7 +77,10 @@ def test_the_program_makes_the_layer_that_was_simulated(case, monkeypatch, capsy
         assert getattr(found["topology"], name) == getattr(CLUSTER.topology(), name)
     assert (layer.up.shape[0], layer.gate is None) == (model.experts, not model.gated)
     assert (layer.shared_expert is None) == (model.shared_inner == 0)
-    gradients = nnx.grad(lambda layer: jnp.square(found["forward"](layer, found["x"])[0]).mean())(layer)
+    trained = nnx.DiffState(0, nnx.Any(nnx.Param, GradientResidual))
+    gradients = nnx.grad(lambda layer: jnp.square(found["forward"](layer, found["x"])[0]).mean(), argnums=trained)(
+        layer
+    )
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(gradients))
     assert float(jnp.abs(gradients["up"].get_value()).max()) > 0
 
