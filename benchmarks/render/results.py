@@ -62,7 +62,9 @@ class Table:
         lines = [f"| {' | '.join(self.columns)} |", f"|{'---|' * len(self.columns)}"]
         lines += [f"| {' | '.join(row)} |" for row in self.cells()]
         title = [f"**{self.title}**", ""] if self.title else []
-        return "\n".join([*title, *lines, *(part for note in self.notes for part in ("", *wrap(note, 118)))])
+        # A name in backticks may have a hyphen.
+        notes = (part for note in self.notes for part in ("", *wrap(note, 118, break_on_hyphens=False)))
+        return "\n".join([*title, *lines, *notes])
 
 
 def cell(value: Value, form: str) -> str:

@@ -102,6 +102,10 @@ Sizes = Annotated[
     ),
 ]
 
+SystemName = Annotated[
+    str, typer.Option("--system", metavar="NAME[:KEY=VALUE]", help="System, such as exact:headroom=1.25+rails.")
+]
+
 LoadName = Annotated[
     str, typer.Option("--load", metavar="LOAD", help="Load of the timeline: uniform, zipf:S or a counts file.")
 ]
@@ -109,9 +113,7 @@ LoadName = Annotated[
 
 def compile_command(
     target: TargetName,
-    system: Annotated[
-        str, typer.Option("--system", metavar="NAME[:KEY=VALUE]", help="System, such as exact:headroom=1.25+rails.")
-    ] = "exact",
+    system: SystemName = "exact",
     sizes: Sizes = None,
     train: Annotated[bool, typer.Option("--train", help="Compile the gradients too.")] = False,
     fused: Annotated[bool, typer.Option("--fused", help="Store gate and up projection in one weight.")] = False,
@@ -220,9 +222,7 @@ def _options(given: list[str] | None) -> dict[str, str | bool]:
 
 def tune_command(
     target: TargetName,
-    system: Annotated[
-        str, typer.Option("--system", metavar="NAME[:KEY=VALUE]", help="System, such as exact:headroom=1.25.")
-    ] = "exact",
+    system: SystemName = "exact",
     sizes: Sizes = None,
     memory: Annotated[
         str | None,
