@@ -79,7 +79,11 @@ def balance(
     if topology is not None:
         check_mesh(mesh, topology)
     if AxisType.Explicit in mesh.axis_types:
-        raise ValueError(f"mesh has the axis types {mesh.axis_types}; expected AxisType.Auto for each")
+        auto = ", ".join(["AxisType.Auto"] * len(mesh.axis_types))
+        raise ValueError(
+            f"mesh has the axis types {mesh.axis_types}; expected AxisType.Auto for each. "
+            f"Pass axis_types=({auto},) to jax.make_mesh."
+        )
     configured: list[tuple[Any, Adapter, BlockConfig]] = []
     for name, block, adapter in _blocks(model):
         adapter.check(block, name)
@@ -88,7 +92,10 @@ def balance(
         configured.append((block, adapter, BlockConfig(mesh, axes, settings, record_stats)))
     if not configured:
         kinds = ", ".join(".".join(kind) for kind in ADAPTERS)
-        raise ValueError(f"model is a {type(model).__name__} without MoE blocks; expected one or more of {kinds}")
+        raise ValueError(
+            f"model is a {type(model).__name__} without MoE blocks; expected one or more of {kinds}. "
+            "Replace other blocks by jax_moe_lb.MoE."
+        )
     for block, adapter, config in configured:
         original = getattr(type(block), "unbalanced", type(block))
         balanced = adapter.balanced(original)

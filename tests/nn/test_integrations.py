@@ -97,7 +97,7 @@ def test_embedding_gradients_of_tokens_that_the_ranks_do_not_divide(num_tokens):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mesh": mesh_of(AxisType.Explicit)}, "mesh has the axis types .*; expected AxisType.Auto"),
+        ({"mesh": mesh_of(AxisType.Explicit)}, "expected AxisType.Auto for each. Pass axis_types="),
         ({"system": "eplb"}, "system.balancer is EPLB; expected a balancer without state"),
         ({"system": "two_tier"}, "system.relocates is True; expected None or False"),
         ({"system": "none"}, "system is 'none'; expected one of"),
