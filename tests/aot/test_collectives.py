@@ -69,13 +69,11 @@ def test_axes_of_pairs():
     assert axes_of(with_groups(f"source_target_pairs={{{listed}}}"), AXES) == ("c",)
 
 
-def test_groups_that_fit_no_axes():
-    assert axes_of(with_groups("replica_groups={{0,1,2},{3,4,5}}"), {"a": 6}) is None
-    assert axes_of(with_groups("replica_groups=something new"), {"a": 6}) is None
-
-
-def test_no_groups_are_all_devices():
-    assert axes_of(with_groups("replica_groups={}"), AXES) == ("a", "b", "c")
+@pytest.mark.parametrize(
+    ("groups", "axes"), [("{{0,1,2},{3,4,5}}", None), ("something new", None), ("{}", ("a", "b", "c"))]
+)
+def test_other_groups(groups, axes):
+    assert axes_of(with_groups(f"replica_groups={groups}"), AXES) == axes
 
 
 SCHEDULED = """
@@ -108,26 +106,16 @@ ENTRY %main (x: f32[1024,1024], n: s32[8]) -> f32[1024,1024] {
 """  # noqa: E501 (XLA's lines)
 
 
-def test_what_runs_beside_an_exchange():
+def test_exchanges_have_axes_bytes_and_what_runs_beside_them():
     module = parse_module(SCHEDULED)
-    found = {one.kind: one for one in collectives(module, {"expert": 8}, MemoryTraffic(module).nbytes)}
-    # A small operation or another exchange does not hide one.
-    assert found["ragged-all-to-all"].over == ("large",)
-    assert found["ragged-all-to-all"].asynchronous == 1
-    assert found["reduce-scatter"].over == ("cosine",)
-    assert found["reduce-scatter"].axes == ("expert",)
-    assert (found["all-to-all"].asynchronous, found["all-to-all"].over) == (0, ())
-
-
-def test_an_exchange_that_starts_and_ends_at_once_is_synchronous():
-    module = parse_module(SCHEDULED)
-    found = {one.kind: one for one in collectives(module, {"expert": 8}, MemoryTraffic(module).nbytes)}
-    assert found["all-reduce"].asynchronous == 0
-    # An exchange of a device with itself crosses no axis.
-    assert found["all-reduce"].axes == ()
-
-
-def test_bytes_of_an_exchange_are_the_larger_of_both_ways():
-    module = parse_module(SCHEDULED)
-    nbytes = {one.kind: one.nbytes for one in collectives(module, {"expert": 8}, MemoryTraffic(module).nbytes)}
-    assert set(nbytes.values()) == {4 * 1024 * 1024}
+    found = collectives(module, {"expert": 8}, MemoryTraffic(module).nbytes)
+    # A small operation or another exchange hides none, and an operation that ends at once is synchronous.
+    assert {one.kind: (one.over, one.asynchronous, one.axes) for one in found} == {
+        "ragged-all-to-all": (("large",), 1, ("expert",)),
+        "reduce-scatter": (("cosine",), 1, ("expert",)),
+        "all-to-all": ((), 0, ("expert",)),
+        # An exchange of a device with itself crosses no axis.
+        "all-reduce": ((), 0, ()),
+    }
+    # The larger of both ways.
+    assert {one.nbytes for one in found} == {4 * 1024 * 1024}

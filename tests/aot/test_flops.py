@@ -56,30 +56,50 @@ def flops_of(instruction, *shapes):
     return total(products(module_of(instruction, *shapes)))
 
 
-def test_a_ragged_product_counts_every_row_once():
-    dims = "lhs_contracting_dims={1}, rhs_contracting_dims={1}, lhs_ragged_dims={0}, rhs_group_dims={0}"
-    found = flops_of(f"f32[64,7]{{1,0}} ragged-dot(%p0, %p1, %p2), {dims}", "f32[64,5]", "f32[3,5,7]", "s32[3]")
-    assert found == 2 * 64 * 5 * 7
-
-
-def test_the_gradient_of_its_weights_counts_every_row_once():
-    dims = "lhs_contracting_dims={0}, rhs_contracting_dims={0}, lhs_ragged_dims={0}"
-    found = flops_of(f"f32[3,5,7]{{2,1,0}} ragged-dot(%p0, %p1, %p2), {dims}", "f32[64,5]", "f32[64,7]", "s32[3]")
-    assert found == 2 * 64 * 5 * 7
-
-
-KERNELS = {
-    "forward": ("bf16[64,7]", ("bf16[64,5]", "bf16[3,5,7]", "s32[9]")),
-    "of transposed weights": ("bf16[64,5]", ("bf16[64,7]", "bf16[3,5,7]", "s32[9]")),
-    "gradient of weights": ("f32[3,5,7]", ("s32[3]", "bf16[5,64]", "bf16[64,7]")),
+RAGGED = "rhs_contracting_dims={1}, lhs_ragged_dims={0}, rhs_group_dims={0}"
+KERNEL = 'custom-call(%p0, %p1, %p2), custom_call_target="mosaic_gpu_v2"'
+CUBLAS = '"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}'
+ROWS = ("bf16[64,5]", "bf16[3,5,7]", "s32[9]")
+CASES = {
+    "ragged product": (
+        f"f32[64,7] ragged-dot(%p0, %p1, %p2), lhs_contracting_dims={{1}}, {RAGGED}",
+        ("f32[64,5]", "f32[3,5,7]", "s32[3]"),
+        64 * 5 * 7,
+    ),
+    "gradient of its weights": (
+        "f32[3,5,7] ragged-dot(%p0, %p1, %p2), lhs_contracting_dims={0}, rhs_contracting_dims={0}, lhs_ragged_dims={0}",
+        ("f32[64,5]", "f32[64,7]", "s32[3]"),
+        64 * 5 * 7,
+    ),
+    "kernel": (f"bf16[64,7] {KERNEL}", ROWS, 64 * 5 * 7),
+    "kernel of transposed weights": (f"bf16[64,5] {KERNEL}", ("bf16[64,7]", *ROWS[1:]), 64 * 5 * 7),
+    "kernel of a gradient": (f"f32[3,5,7] {KERNEL}", ("s32[3]", "bf16[5,64]", "bf16[64,7]"), 64 * 5 * 7),
+    "cuBLAS": (
+        f'(f32[4,6]{{1,0}}, s8[33]{{0}}) custom-call(%p0, %p1), custom_call_target="__cublas$gemm", {CUBLAS}',
+        ("f32[4,5]", "f32[5,6]"),
+        4 * 5 * 6,
+    ),
+    "planner": ('bf16[64,7] custom-call(%p0, %p1, %p2), custom_call_target="moe_lb_plan_exact"', ROWS, 0),
+    "convolution": ("f32[4,6] convolution(%p0, %p1), dim_labels=bf_io->bf", ("f32[4,5]", "f32[5,6]"), 4 * 5 * 6),
+    # TPUs dilate one side, so that every window position matches one batch only.
+    "convolution over batches": (
+        "f32[3,4,6] convolution(%p0, %p1), window={size=3 stride=2 lhs_dilate=3}, dim_labels=0bf_0io->0bf",
+        ("f32[3,4,5]", "f32[3,5,6]"),
+        3 * 4 * 5 * 6,
+    ),
+    "convolution with padding": (
+        "f32[1,8,1] convolution(%p0, %p1), window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f",
+        ("f32[1,8,1]", "f32[3,1,1]"),
+        8 * 3 - 2,
+    ),
 }
+"""Instruction, shapes of the operands, and multiply-adds: every row of a grouped product counts once."""
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_a_kernel_of_a_grouped_product_counts_every_row_once(kernel):
-    result, operands = KERNELS[kernel]
-    call = f'{result} custom-call(%p0, %p1, %p2), custom_call_target="mosaic_gpu_v2"'
-    assert flops_of(call, *operands) == 2 * 64 * 5 * 7
+@pytest.mark.parametrize("case", CASES)
+def test_products_of_an_instruction(case):
+    instruction, shapes, expected = CASES[case]
+    assert flops_of(instruction, *shapes) == 2 * expected
 
 
 @pytest.mark.parametrize(("rows", "result", "kind"), [(5, 7, "product"), (7, 5, "transposed")])
@@ -104,33 +124,6 @@ def test_a_hopper_kernel_has_the_sizes_of_its_products_in_its_name():
     module = module_of(call, *operands)
     entry = module.computations[module.entry]
     assert product_form(module, entry, entry.root).kernel == "hopper"
-
-
-def test_a_product_of_cublas():
-    config = '"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}'
-    call = f'(f32[4,6]{{1,0}}, s8[33]{{0}}) custom-call(%p0, %p1), custom_call_target="__cublas$gemm", {config}'
-    assert flops_of(call, "f32[4,5]", "f32[5,6]") == 2 * 4 * 5 * 6
-
-
-def test_other_custom_calls_multiply_nothing():
-    call = 'bf16[64,7] custom-call(%p0, %p1, %p2), custom_call_target="moe_lb_plan_exact"'
-    assert flops_of(call, *KERNELS["forward"][1]) == 0
-
-
-def test_a_convolution_that_is_a_product():
-    call = "f32[4,6]{1,0} convolution(%p0, %p1), dim_labels=bf_io->bf"
-    assert flops_of(call, "f32[4,5]", "f32[5,6]") == 2 * 4 * 5 * 6
-
-
-def test_a_convolution_that_is_a_product_with_batches():
-    # TPUs dilate one side, so that every window position matches one batch only.
-    call = "f32[3,4,6]{2,1,0} convolution(%p0, %p1), window={size=3 stride=2 lhs_dilate=3}, dim_labels=0bf_0io->0bf"
-    assert flops_of(call, "f32[3,4,5]", "f32[3,5,6]") == 2 * 3 * 4 * 5 * 6
-
-
-def test_a_convolution_with_padding_counts_what_lies_inside():
-    call = "f32[1,8,1]{2,1,0} convolution(%p0, %p1), window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f"
-    assert flops_of(call, "f32[1,8,1]", "f32[3,1,1]") == 2 * (8 * 3 - 2)
 
 
 @pytest.mark.parametrize(("target", "products"), [("fmhaSoftmax", 2), ("fmhaSoftmaxBackward", 5)])

@@ -7,30 +7,23 @@ from jax_moe_lb.aot.hlo import ArrayShape, parse_module, parse_shapes, read_sour
 from tests.aot import programs
 
 SHAPES = {
-    "f32[]": (ArrayShape("f32", ()),),
-    "bf16[16,2048]{1,0:T(8,128)(2,1)S(1)}": (ArrayShape("bf16", (16, 2048), 1),),
+    "f32[]": ((ArrayShape("f32", ()),), 4),
+    "bf16[16,2048]{1,0:T(8,128)(2,1)S(1)}": ((ArrayShape("bf16", (16, 2048), 1),), 2 * 16 * 2048),
     "(s32[2]{0}, (pred[3]{0}, /*index=5*/u8[4]{0}), token[])": (
-        ArrayShape("s32", (2,)),
-        ArrayShape("pred", (3,)),
-        ArrayShape("u8", (4,)),
+        (ArrayShape("s32", (2,)), ArrayShape("pred", (3,)), ArrayShape("u8", (4,))),
+        8 + 3 + 4,
     ),
-    "f8e4m3fn[8]{0}": (ArrayShape("f8e4m3fn", (8,)),),
-    "s4[<=3]{0}": (ArrayShape("s4", (3,)),),
+    "f8e4m3fn[8]{0}": ((ArrayShape("f8e4m3fn", (8,)),), 8),
+    "s4[<=3]{0}": ((ArrayShape("s4", (3,)),), 2),
 }
 
 
 @pytest.mark.parametrize("text", SHAPES)
 def test_shapes(text):
-    assert parse_shapes(text) == SHAPES[text]
-
-
-def test_bytes():
-    nbytes = [sum(shape.nbytes for shape in SHAPES[text]) for text in SHAPES]
-    assert nbytes == [4, 2 * 16 * 2048, 8 + 3 + 4, 8, 2]
-
-
-def test_shapes_are_written_as_they_are_read():
-    assert str(parse_shapes("bf16[16,2048]{1,0}")[0]) == "bf16[16,2048]"
+    shapes, nbytes = SHAPES[text]
+    found = parse_shapes(text)
+    assert (found, sum(shape.nbytes for shape in found)) == (shapes, nbytes)
+    assert parse_shapes(" ".join(map(str, found))) == tuple(ArrayShape(one.dtype, one.dims) for one in shapes)
 
 
 def test_every_instruction_of_a_program_is_read(exchanging):

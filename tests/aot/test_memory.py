@@ -83,16 +83,12 @@ def test_the_state_of_a_loop_is_traced_to_what_made_it():
     assert {one.shape for one in found} == {"f32[64]"}
 
 
-def test_arguments_and_results_are_none(tmp_path):
-    program = compiled_here(tmp_path, lambda x: x + 1, jnp.zeros(1000))
-    assert listed(program) == []
-
-
 def test_temporaries_of_the_device_are_summed_with_their_gaps():
     assert temporary_bytes(ASSIGNMENT, frozenset({5})) == 512
     assert temporary_bytes(ASSIGNMENT, frozenset()) == 512 + 8
 
 
-def test_without_dumps_there_is_nothing_to_list(exchanging):
-    assert peak_buffers(exchanging.module, "", "", frozenset()) == []
+def test_arguments_results_and_programs_without_dumps_have_none(tmp_path):
+    program = compiled_here(tmp_path, lambda x: x + 1, jnp.zeros(1000))
+    assert listed(program) == peak_buffers(program.module, "", "", frozenset()) == []
     assert temporary_bytes("", frozenset()) == 0

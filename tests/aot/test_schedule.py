@@ -15,29 +15,23 @@ def by_name():
     return {one.name: one for one in schedule()}
 
 
-def test_operations_are_in_order_without_views_and_parameters(by_name):
-    assert list(by_name) == (
-        ["counts", "gathered", "planned", "start", "shared", "done", "hidden", "out", "back", "rounds", "thrice"]
-    )
-
-
-def test_kinds_and_stages(by_name):
-    kinds = {name: (one.kind, one.stage) for name, one in by_name.items()}
-    assert kinds == {
-        "counts": (Kind.KERNEL, "count"),
-        "gathered": (Kind.COLLECTIVE, "count"),
-        "planned": (Kind.PLANNER, "plan"),
+def test_operations_are_in_order_with_kinds_and_stages(by_name):
+    """Without views and parameters."""
+    assert [(name, one.kind, one.stage) for name, one in by_name.items()] == [
+        ("counts", Kind.KERNEL, "count"),
+        ("gathered", Kind.COLLECTIVE, "count"),
+        ("planned", Kind.PLANNER, "plan"),
         # Exchanges have no name of their own: the buffer for the rows has it.
-        "start": (Kind.EXCHANGE, "dispatch"),
-        "shared": (Kind.KERNEL, "other"),
-        "done": (Kind.WAIT, "other"),
-        "hidden": (Kind.PRODUCT, "experts"),
-        "out": (Kind.PRODUCT, "experts"),
+        ("start", Kind.EXCHANGE, "dispatch"),
+        ("shared", Kind.KERNEL, "other"),
+        ("done", Kind.WAIT, "other"),
+        ("hidden", Kind.PRODUCT, "experts"),
+        ("out", Kind.PRODUCT, "experts"),
         # Rows of the experts travel back.
-        "back": (Kind.EXCHANGE, "combine"),
-        "rounds": (Kind.LOOP, "other"),
-        "thrice": (Kind.LOOP, "backward/route"),
-    }
+        ("back", Kind.EXCHANGE, "combine"),
+        ("rounds", Kind.LOOP, "other"),
+        ("thrice", Kind.LOOP, "backward/route"),
+    ]
 
 
 def test_an_exchange_keeps_its_shape(by_name):
@@ -85,9 +79,6 @@ def test_launches_are_counted_by_instruction():
     assert (by_name["shared"].launches, by_name["shared"].in_graph, by_name["planned"].in_graph) == (2, True, False)
     # The host reads the condition of a loop outside of graphs.
     assert by_name["rounds"].waits_for_host
-
-
-def test_a_device_that_runs_its_program_alone_does_not_wait_for_a_host():
     assert not any(one.waits_for_host for one in schedule(launches=Launches()))
 
 

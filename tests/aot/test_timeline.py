@@ -10,7 +10,7 @@ from jax_moe_lb.aot import LayerLoad, LayerSizes, Target, counts_of
 from jax_moe_lb.aot.execution_counts import Launches
 from jax_moe_lb.aot.flops import ProductForm
 from jax_moe_lb.aot.operation_time import OperationTime
-from jax_moe_lb.aot.schedule import PEER_COPIES, ExchangeShape, Kind, Loop, ScheduledOperation
+from jax_moe_lb.aot.schedule import PEER_COPIES, ExchangeShape, Kind, ScheduledOperation
 from jax_moe_lb.aot.timeline import COMPUTE, ENGINES, EXCHANGES, timeline
 from jax_moe_lb.collectives.exchange_paths import ExchangePath
 from jax_moe_lb.collectives.exchange_time import Machine, exchange_time
@@ -22,27 +22,29 @@ TARGET = Target.parse("h100:1x8")
 RATES = device_rates("h100", "cuda")
 
 
+EVEN = load_of(even_counts())
+ALL = schedule()
+ONE = {one.name: one for one in ALL}
+
+
 def spans(found, name):
     return [span for span in found.spans if span.name == name]
 
 
-def with_large_work():
-    """The work beside the exchange takes longer than the exchange."""
-    return schedule(TEXT.replace("[1024,256]", "[1048576,256]"))
-
-
 def test_a_planner_beyond_the_measured_ranks_takes_time_in_proportion():
-    planner = next(one for one in schedule() if one.kind is Kind.PLANNER)
     estimator = OperationTime(TARGET)
     seconds = {
-        ranks: estimator.of(replace(planner, planned_ranks=ranks), 0).seconds - RATES.start for ranks in (64, 128)
+        ranks: estimator.of(replace(ONE["planned"], planned_ranks=ranks), 0).seconds - RATES.start
+        for ranks in (64, 128)
     }
     assert seconds[64] == pytest.approx(RATES.planner_kernel[64])
     assert seconds[128] == pytest.approx(2 * seconds[64])
 
 
 def test_an_exchange_beside_work_is_hidden():
-    small, large = (timeline(one, TARGET, load_of(even_counts())) for one in (schedule(), with_large_work()))
+    # In the second one, the work beside the exchange takes longer.
+    large = schedule(TEXT.replace("[1024,256]", "[1048576,256]"))
+    small, large = (timeline(one, TARGET, EVEN) for one in (ALL, large))
     (start,), (shared,) = spans(small, "start"), spans(small, "shared")
     (wait,) = spans(small, "wait for start")
     assert (start.stream, shared.stream, wait.stream) == (EXCHANGES, COMPUTE, COMPUTE)
@@ -56,7 +58,7 @@ def test_an_exchange_beside_work_is_hidden():
 
 
 def test_the_compute_stream_is_gapless_and_stages_share_the_total():
-    found = timeline(schedule(), TARGET, load_of(even_counts()))
+    found = timeline(ALL, TARGET, EVEN)
     moment = 0.0
     for span in found.compute:
         assert span.start_s == pytest.approx(moment)
@@ -67,14 +69,13 @@ def test_the_compute_stream_is_gapless_and_stages_share_the_total():
 
 
 def test_exchanges_run_one_at_a_time():
-    start, *others = (one for one in schedule() if one.exchange and one.exchange.updates)
-    found = timeline((start, others[-1]), TARGET, load_of(even_counts()))
+    found = timeline((ONE["start"], ONE["back"]), TARGET, EVEN)
     first, wait, second = found.spans
     assert (wait.name, wait.stage, second.start_s) == ("wait for start", "dispatch", first.end_s)
 
 
 def test_a_loop_takes_as_long_as_its_iterations():
-    (loop,) = (one for one in schedule() if one.loop is Loop.COUNTED)
+    loop = ONE["thrice"]
     thrice, once = (timeline((replace(loop, trips=trips),), TARGET) for trips in (3, 1))
     assert thrice.total_s == pytest.approx(3 * once.total_s)
     assert [span.times for span in thrice.spans] == [3]
@@ -82,27 +83,27 @@ def test_a_loop_takes_as_long_as_its_iterations():
 
 
 def test_an_exchange_beside_a_loop_takes_its_time_once():
-    start, *others = (one for one in schedule() if one.exchange and one.exchange.updates)
-    (loop,) = (one for one in schedule() if one.loop is Loop.COUNTED)
-    found = timeline((start, replace(loop, trips=2), others[-1]), TARGET, load_of(even_counts()))
-    (first,), (second,) = spans(found, "start"), spans(found, others[-1].name)
+    found = timeline((ONE["start"], replace(ONE["thrice"], trips=2), ONE["back"]), TARGET, EVEN)
+    (first,), (second,) = spans(found, "start"), spans(found, "back")
     assert first.seconds > sum(span.seconds for span in found.spans if span.times == 2) > 0
     assert second.start_s == pytest.approx(first.end_s)
 
 
 def test_overflow_rounds_follow_from_the_load():
-    even, skewed = (load_of(counts()) for counts in (even_counts, skewed_counts))
-    assert (even.rounds, skewed.rounds) == (1, 7)
-    for load in (even, skewed):
-        found = timeline(schedule(), TARGET, load)
-        assert len(spans(found, "again")) == load.rounds - 1 == found.rounds - 1
+    """A loop around the rounds has one step: it converts sums of gradients to float32 before further rounds."""
+    skewed = load_of(skewed_counts())
+    assert (EVEN.rounds, skewed.rounds) == (1, 7)
+    for load in (EVEN, skewed):
+        found = timeline(ALL, TARGET, load)
+        around = timeline((replace(ONE["rounds"], name="around", body=(ONE["rounds"],)),), TARGET, load)
+        assert len(spans(found, "again")) == len(spans(around, "again")) == load.rounds - 1 == found.rounds - 1
     # The last round has what is left of 4096 rows.
     assert [skewed.sent(0, i).sum() for i in range(7)] == 6 * [640] + [256]
 
 
 def test_gradients_of_empty_slots_are_not_written():
     """On the rank with the most replicas; kernels of TPUs and libraries clear all groups."""
-    load = load_of(even_counts())
+    load = EVEN
     placement = np.hstack([load.plan.placement, np.full((8, 2), -1, np.int32)])
     placement[3, 2] = 0
     estimator = OperationTime(TARGET, replace(load, plan=replace(load.plan, placement=placement)))
@@ -114,19 +115,9 @@ def test_gradients_of_empty_slots_are_not_written():
     assert estimator._written(replace(form, kind="product")) == 1.0
 
 
-def test_a_loop_around_the_rounds_has_one_step():
-    """It converts sums of gradients to float32 before further rounds."""
-    (rounds,) = (one for one in schedule() if one.loop is Loop.ROUNDS)
-    for load in map(load_of, (even_counts(), skewed_counts())):
-        found = timeline((replace(rounds, name="around", body=(rounds,)),), TARGET, load)
-        assert len(spans(found, "again")) == load.rounds - 1
-
-
 def test_a_product_takes_the_rows_that_it_serves():
-    (product,) = (one for one in schedule() if one.name == "hidden")
-    product = replace(product, flops=10**12)
-    full = OperationTime(TARGET).of(product, 0)
-    served = OperationTime(TARGET, load_of(even_counts())).of(product, 0)
+    product = replace(ONE["hidden"], flops=10**12)
+    full, served = (OperationTime(TARGET, load).of(product, 0) for load in (None, EVEN))
     assert (full.bound, served.bound) == ("FLOPs", "FLOPs")
     assert full.seconds - RATES.launch < 1 / recorded_tflops("9.0", "product", "Mosaic") <= full.seconds
     # 512 of the 640 rows of the buffer, in whole tiles.
@@ -135,7 +126,7 @@ def test_a_product_takes_the_rows_that_it_serves():
 
 @pytest.mark.parametrize(("kernel", "kind"), [("mosaic", "transposed"), ("triton", "product"), ("own", "transposed")])
 def test_kernels_have_their_own_rates(kernel, kind):
-    (product,) = (one for one in schedule() if one.name == "hidden")
+    product = ONE["hidden"]
     form = replace(product.product, kernel=kernel, kind=kind, rows=128, groups=1)
     found = OperationTime(TARGET).of(replace(product, flops=10**12, product=form), 0)
     recorded = {"mosaic": "Mosaic", "triton": "Triton", "own": None}[kernel]
@@ -148,8 +139,7 @@ def test_kernels_have_their_own_rates(kernel, kind):
 
 
 def test_small_operations_cost_their_launch():
-    (one,) = (one for one in schedule() if one.name == "counts")
-    time = OperationTime(TARGET)
+    one, time = ONE["counts"], OperationTime(TARGET)
     assert time.of(one, 0).seconds == RATES.launch
     assert time.of(replace(one, in_graph=True), 0).seconds == pytest.approx(RATES.start, rel=0.01)
     assert time.of(replace(one, in_graph=True, launches=10), 0).seconds == pytest.approx(10 * RATES.start, rel=0.01)
@@ -157,10 +147,10 @@ def test_small_operations_cost_their_launch():
 
 
 def test_the_path_decides_the_time_of_an_exchange():
-    load = load_of(even_counts())
-    seconds = {}
-    for path in (ExchangePath.ONE_SHOT, ExchangePath.SEND_RECEIVE):
-        seconds[path] = spans(timeline(schedule(path=path), TARGET, load), "back")[0].seconds
+    seconds = {
+        path: spans(timeline(schedule(path=path), TARGET, EVEN), "back")[0].seconds
+        for path in (ExchangePath.ONE_SHOT, ExchangePath.SEND_RECEIVE)
+    }
     # Two updates for each of 7 peers, and a wait of the host.
     assert (
         seconds[ExchangePath.SEND_RECEIVE] > 14 * RATES.nccl_update + RATES.host_wait > seconds[ExchangePath.ONE_SHOT]
@@ -180,8 +170,7 @@ def test_weights_of_replicas_count_in_every_form(rows):
 
 
 def test_a_chunk_has_its_part_of_the_rows():
-    load, time = load_of(even_counts()), OperationTime(TARGET, load_of(even_counts()))
-    (whole,) = (one for one in schedule() if one.name == "back")
+    load, time, whole = EVEN, OperationTime(TARGET, EVEN), ONE["back"]
     shape = whole.exchange
     half = replace(shape, nbytes=shape.nbytes // 2, operand_rows=shape.operand_rows // 2)
     np.testing.assert_array_equal(time._sent(replace(whole, exchange=half), half, 0), time._sent(whole, shape, 0) / 2)
@@ -196,16 +185,14 @@ def test_the_host_waits_for_conditions_outside_of_graphs():
     waiting = timeline(schedule(launches=Launches({"rounds": 1})), TARGET, load)
     # Before each of 6 rounds, and at the end.
     assert sum(span.bound == "host" and span.kind is Kind.LOOP for span in waiting.spans) == 7
-    assert not any(span.kind is Kind.LOOP for span in timeline(schedule(), TARGET, load).spans)
+    assert not any(span.kind is Kind.LOOP for span in timeline(ALL, TARGET, load).spans)
 
 
 @pytest.mark.parametrize(("ranks", "seconds"), [(4, 22.72e-6), (8, 22.72e-6), (20, 48.315e-6), (64, 149.7e-6)])
 def test_a_planner_in_a_kernel_needs_no_host(ranks, seconds):
     options = f"backend_config={{domain = {ranks} : i64, eps = 1.0e-2 : f64}}"
     kernel = schedule(TEXT.replace('moe_lb_plan_exact"', f'moe_lb_plan_exact_kernel", {options}'))
-    found, on_host = (
-        spans(timeline(one, TARGET, load_of(even_counts())), "planned")[0] for one in (kernel, schedule())
-    )
+    found, on_host = (spans(timeline(one, TARGET, EVEN), "planned")[0] for one in (kernel, ALL))
     assert (found.bound, on_host.bound) == ("latency", "host")
     assert (found.seconds, on_host.seconds) == (pytest.approx(RATES.start + seconds), pytest.approx(RATES.planner))
 
@@ -291,8 +278,7 @@ def test_peer_copies_run_on_copy_engines_until_they_are_joined():
     shape = ExchangeShape(PEER_COPIES, None, 1, 10**9, 10**9, 2, 0, "")
     copies = ScheduledOperation("copies", Kind.COPIES, "replicate", exchange=shape, runs_beside=True)
     join = ScheduledOperation("join", Kind.JOIN, "replicate")
-    (product,) = (one for one in schedule() if one.name == "hidden")
-    found = timeline((copies, product, join), TARGET)
+    found = timeline((copies, ONE["hidden"], join), TARGET)
     assert [span.stream for span in found.spans] == [ENGINES, COMPUTE, COMPUTE]
     assert found.total_s == pytest.approx(RATES.start + 10**9 / RATES.copy_engines)
     assert found.exposed_s == pytest.approx(found.total_s - found.spans[1].seconds)
@@ -300,15 +286,15 @@ def test_peer_copies_run_on_copy_engines_until_they_are_joined():
 
 def test_devices_without_rates_are_refused():
     with pytest.raises(ValueError, match=r"^device is 'v4'; expected one with rates: a100, b200, "):
-        timeline(schedule(), Target.parse("v4:2x2x2"))
+        timeline(ALL, Target.parse("v4:2x2x2"))
 
 
 def test_a_tpu_program_without_its_exchanges_is_refused():
     """The compiler of tpu7x replaces them by operations that would count as none."""
-    known = tuple(one for one in schedule() if one.kind not in (Kind.EXCHANGE, Kind.LOOP))
+    known = tuple(one for one in ALL if one.kind not in (Kind.EXCHANGE, Kind.LOOP))
     with pytest.raises(ValueError, match="target is tpu7x:2x2x1; expected one whose compiler keeps ragged exchanges"):
-        timeline(known, Target.parse("tpu7x:2x2x1"), load_of(even_counts()))
-    assert timeline(known, Target.parse("h100:1x8"), load_of(even_counts())).total_s > 0
+        timeline(known, Target.parse("tpu7x:2x2x1"), EVEN)
+    assert timeline(known, TARGET, EVEN).total_s > 0
 
 
 @pytest.mark.parametrize(
@@ -316,7 +302,7 @@ def test_a_tpu_program_without_its_exchanges_is_refused():
 )
 def test_targets_have_a_price(target):
     path = ExchangePath.NATIVE if target.startswith("v") else ExchangePath.ONE_SHOT
-    found = timeline(schedule(path=path), Target.parse(target), load_of(even_counts()))
+    found = timeline(schedule(path=path), Target.parse(target), EVEN)
     assert 0 < found.exposed_s < found.total_s < 1e-2
 
 
@@ -334,4 +320,4 @@ def test_kernels_of_tpus_take_a_time_for_each_row(kernel, rate):
     assert time.of(many, 0).seconds == pytest.approx(10**6 * a_row, rel=1e-2)
     assert (time.of(many, 0).bound, wide.bound) == ("rows", "HBM")
     assert wide.seconds > narrow.seconds
-    assert not any(each.copied_rows for each in schedule())
+    assert not any(each.copied_rows for each in ALL)

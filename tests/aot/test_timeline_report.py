@@ -26,18 +26,22 @@ def printed(print_it, *args):
     return console.file.getvalue()
 
 
-def test_a_trace_has_every_span_on_its_stream(found, tmp_path):
+@pytest.fixture
+def step(found, tmp_path):
     write_timeline(tmp_path / "step.json", found, "a program")
-    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    return tmp_path / "step.json"
+
+
+def test_a_trace_has_every_span_on_its_stream(found, step):
+    events = json.loads(step.read_text())["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M" and "tid" in event}
     done = [(names[event["tid"]], event["dur"]) for event in events if event["ph"] == "X"]
     assert done == [(span.stream, pytest.approx(span.seconds * 1e6)) for span in found.spans]
     assert sum(us for stream, us in done if stream == "compute") == pytest.approx(found.total_s * 1e6)
 
 
-def test_a_timeline_is_read_back(found, tmp_path):
-    write_timeline(tmp_path / "step.json", found, "a program")
-    read = read_timeline(tmp_path / "step.json")
+def test_a_timeline_is_read_back(found, step):
+    read = read_timeline(step)
     assert (read["title"], read["total_s"], read["stages"]) == ("a program", found.total_s, found.stages())
     assert sum(read["kernels"].values()) == pytest.approx(found.total_s)
 
@@ -50,18 +54,12 @@ def test_tables_tell_total_exposed_and_bounds(found):
         assert part in text
 
 
-def test_the_difference_of_equal_programs_is_zero(found, tmp_path):
-    write_timeline(tmp_path / "step.json", found, "a program")
-    text = printed(print_difference, found, read_timeline(tmp_path / "step.json"))
+def test_a_difference_names_the_stage_and_operation(found, step):
+    text = printed(print_difference, found, read_timeline(step))
     differences = [line.split()[-1] for line in text.splitlines() if "+" in line or "-0." in line]
-    assert differences
     assert {float(one) for one in differences} == {0.0}
-
-
-def test_a_difference_names_the_stage_and_operation(found, tmp_path):
-    write_timeline(tmp_path / "step.json", found, "a program")
     other = timeline(schedule(path=ExchangePath.SEND_RECEIVE), TARGET, load_of(even_counts()))
-    lines = printed(print_difference, other, read_timeline(tmp_path / "step.json")).splitlines()
+    lines = printed(print_difference, other, read_timeline(step)).splitlines()
     combine = other.stages()["combine"] - found.stages()["combine"]
     rows = [line for line in lines if line.strip().startswith("combine")]
     assert [row.split()[-1] for row in rows] == [f"{combine * 1e3:+.3f}"] * 2

@@ -64,11 +64,14 @@ def compiled(request, monkeypatch):
         return costs(system, options)
 
     monkeypatch.setattr(LayerProgram, "compile", compile_form)
+    monkeypatch.setattr(LayerProgram, "residual_bytes", lambda self, system: 0)
     monkeypatch.setattr(Target, "of", classmethod(lambda cls, devices: cls.parse(request.param)))
     return forms
 
 
 X = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.float32)
+RESIDUAL_BYTES = LayerProgram.residual_bytes
+"""It traces every form, which takes seconds."""
 
 
 def test_every_change_that_saves_time_is_kept_within_the_memory(layer, compiled):
@@ -92,8 +95,9 @@ def test_more_memory_permits_latency_hiding(layer, compiled):
     assert tuned.compiler_options == tuned.best.compiler_options
 
 
-def test_saved_arrays_count_once_per_layer(layer, compiled):
+def test_saved_arrays_count_once_per_layer(layer, compiled, monkeypatch):
     """A stack that stores the arrays of every layer has no room for them; chunks are no residuals."""
+    monkeypatch.setattr(LayerProgram, "residual_bytes", RESIDUAL_BYTES)
     tuned = tune(layer, X, layers=1000)
     assert tuned.system.dispatch == Direct(Buffers(chunks=2))
     of_form = {form.name.removeprefix("latency hiding, "): form.residual_bytes for form in tuned.tried}

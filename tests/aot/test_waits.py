@@ -107,34 +107,27 @@ def test_the_tree_is_read():
     ]
 
 
+# Two evaluations of the outer loop's condition; inside, a branch and two evaluations of an inner loop's condition.
+UNKNOWN = 2 + 1 + 2
+
+
 @pytest.mark.parametrize(
-    ("scope", "waits"),
+    ("scope", "sequence", "metadata", "waits"),
     [
-        # Two evaluations of the outer loop's condition; inside, a branch and two evaluations of an inner loop's
-        # condition.
-        ("others", 2 + 1 + 2),
+        ("others", SEQUENCE, METADATA, UNKNOWN),
         # A balanced step evaluates the condition once.
-        ("further_rounds", 1),
+        ("further_rounds", SEQUENCE, METADATA, 1),
+        # A loop without a name counts as one of unknown length.
+        ("others", SEQUENCE, "", UNKNOWN + 2),
+        ("others", "001: kCopy [source | sink] kCopy\n", METADATA, 0),
     ],
 )
-def test_waits_of_loops_and_branches(scope, waits):
-    module = parse_module(MODULE.format(scope=scope))
-    assert host_waits(module, SEQUENCE, METADATA) == waits
-
-
-def test_a_loop_without_a_name_counts_as_one_of_unknown_length():
-    module = parse_module(MODULE.format(scope="others"))
-    assert host_waits(module, SEQUENCE, "") == (2 + 1 + 2) + 2
-
-
-def test_a_program_without_loops_never_waits():
-    module = parse_module(MODULE.format(scope="others"))
-    assert host_waits(module, "001: kCopy [source | sink] kCopy\n", METADATA) == 0
+def test_waits_of_loops_and_branches(scope, sequence, metadata, waits):
+    assert host_waits(parse_module(MODULE.format(scope=scope)), sequence, metadata) == waits
 
 
 def test_a_tpu_waits_for_each_answer_of_the_host():
-    module = parse_module(CALLBACK)
-    assert answers_from_host(module) == 5
+    assert answers_from_host(parse_module(CALLBACK)) == 5
     assert answers_from_host(parse_module(MODULE.format(scope="others"))) == 0
 
 
