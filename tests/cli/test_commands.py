@@ -76,95 +76,61 @@ def as_json(capsys, *argv):
 
 
 def test_plan_json(capsys, counts_file):
-    found = as_json(capsys, "plan", counts_file, "--balancer", "greedy", "--ranks-per-domain", 2, "--replica-slots", 1)
+    argv = ("plan", counts_file, "--balancer", "greedy", "--ranks-per-domain", 2, "--replica-slots", 1)
+    found = as_json(capsys, *argv, "--expert-bytes", 1000)
     assert list(found) == [*HEAD, "no_op_reason", "layers", "mean"]
-    assert [found[key] for key in HEAD] == ["greedy", 4, 8, 1]
-    assert found["no_op_reason"] is None
-    assert len(found["layers"]) == 3
-    for row in (*found["layers"], found["mean"]):
-        assert list(row) == EFFECT
-    for key in EFFECT:
-        assert found["mean"][key] == pytest.approx(np.mean([row[key] for row in found["layers"]]))
-
-
-def test_plan_numbers(capsys, counts_file):
-    found = as_json(capsys, "plan", counts_file, "--balancer", "greedy")
+    assert [found[key] for key in (*HEAD, "no_op_reason")] == ["greedy", 4, 8, 1, None]
     for row, counts in zip(found["layers"], skewed_counts(3), strict=True):
         load = counts.sum(0).reshape(4, 2).sum(1)
+        assert list(row) == list(found["mean"]) == [*EFFECT, "weight_bytes"]
         assert row["imbalance_before"] == pytest.approx(load.max() / load.mean())
         assert row["straggler_before"] == pytest.approx(load.max() - load.mean())
         assert 1 <= row["imbalance_after"] < row["imbalance_before"]
         assert 0 <= row["straggler_after"] < row["straggler_before"]
         assert 1 <= row["max_fan_out"] <= row["replicas"]
         assert row["planner_us"] > 0
+        assert row["weight_bytes"] == 1000 * row["replicas"]
+    for key in EFFECT:
+        assert found["mean"][key] == pytest.approx(np.mean([row[key] for row in found["layers"]]))
 
 
-def test_defaults(capsys, counts_file):
-    found = as_json(capsys, "plan", counts_file, "--balancer", "plain")
-    assert found["replica_slots"] == 2
-    for row in found["layers"]:
-        assert row["imbalance_before"] == row["imbalance_after"]
-        assert (row["replicas"], row["max_fan_out"]) == (0, 0)
+EDGES = {
+    "no slots in domains of one rank": (
+        skewed_counts(3),
+        ("--ranks-per-domain", 1),
+        {"replica_slots": 2, "replicas": 0},
+    ),
+    "no tokens": (np.zeros((4, 8), int), (), {"imbalance_after": 1, "straggler_after": 0}),
+    "one rank": (np.ones((1, 4), int), (), {"replica_slots": 0, "imbalance_after": 1}),
+    "other integers": (skewed_counts().astype(np.uint64), (), {}),
+}
 
 
-def test_ranks_per_domain_bounds_replicas(capsys, counts_file):
-    found = as_json(capsys, "plan", counts_file, "--balancer", "greedy", "--ranks-per-domain", 1)
-    assert found["mean"]["replicas"] == 0
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint64])
-def test_one_layer_of_any_integers(capsys, tmp_path, dtype):
-    np.save(tmp_path / "counts.npy", skewed_counts().astype(dtype))
-    assert len(as_json(capsys, "plan", tmp_path / "counts.npy", "--balancer", "plain")["layers"]) == 1
-
-
-def test_no_tokens(capsys, tmp_path):
-    np.save(tmp_path / "counts.npy", np.zeros((4, 8), int))
-    mean = as_json(capsys, "plan", tmp_path / "counts.npy", "--balancer", "greedy")["mean"]
-    assert (mean["imbalance_after"], mean["straggler_after"]) == (1, 0)
-
-
-def test_one_rank(capsys, tmp_path):
-    np.save(tmp_path / "counts.npy", np.ones((1, 4), int))
-    assert as_json(capsys, "plan", tmp_path / "counts.npy", "--balancer", "greedy")["mean"]["imbalance_after"] == 1
+@pytest.mark.parametrize("case", EDGES)
+def test_counts_of_any_size(capsys, tmp_path, case):
+    counts, argv, expected = EDGES[case]
+    np.save(tmp_path / "counts.npy", counts)
+    found = as_json(capsys, "plan", tmp_path / "counts.npy", "--balancer", "greedy", *argv)
+    assert len(found["layers"]) == len(counts.reshape(-1, *counts.shape[-2:]))
+    assert (found | found["mean"]).items() >= expected.items()
 
 
 def test_plan_table(capsys, counts_file):
-    lines = output(capsys, "plan", counts_file, "--balancer", "greedy").splitlines()
-    assert [line.split()[0] for line in lines if line.split() and line.split()[0] in ("0", "1", "2", "mean")] == [
-        *"012",
-        "mean",
-    ]
+    argv = ("plan", counts_file, "--balancer", "greedy")
+    lines = output(capsys, *argv).splitlines()
+    rows = [line.split()[0] for line in lines if line.split() and line.split()[0] in ("0", "1", "2", "mean")]
+    assert rows == ["0", "1", "2", "mean"]
     assert "weights" not in "".join(lines)
+    assert "kB" in output(capsys, *argv, "--expert-bytes", 1000)
 
 
-def test_expert_bytes(capsys, counts_file):
-    argv = ("plan", counts_file, "--balancer", "greedy", "--expert-bytes", 1000)
-    table = output(capsys, *argv)
-    found = as_json(capsys, *argv)
-    assert "kB" in table
-    for row in found["layers"]:
-        assert list(row) == [*EFFECT, "weight_bytes"]
-        assert row["weight_bytes"] == 1000 * row["replicas"]
-
-
-@pytest.mark.parametrize("name", ["plan.npz", "plan"])
-def test_out_holds_legal_plans(capsys, counts_file, tmp_path, name):
-    out = tmp_path / name
-    output(capsys, "plan", counts_file, "--balancer", "greedy", "--ranks-per-domain", 2, "--out", out)
-    with np.load(out) as file:
-        assert sorted(file.files) == ["domain", "placement", "quota", "split_locality", "split_tier"]
-        assert (file["placement"].shape, file["quota"].shape) == ((3, 4, 4), (3, 8, 4))
-        for placement, quota, counts in zip(file["placement"], file["quota"], skewed_counts(3), strict=True):
-            check_plan(Plan(placement, quota, domain=2), counts)
-
-
-@pytest.mark.parametrize("name", ["greedy", "ultraep", "rails"])
-def test_plan_load_reads_what_out_wrote(capsys, counts_file, tmp_path, name):
+@pytest.mark.parametrize(("name", "out"), [("greedy", "plan.npz"), ("ultraep", "plan"), ("rails", "plan.npz")])
+def test_plan_load_reads_what_out_wrote(capsys, counts_file, tmp_path, name, out):
     """All plan contents of a balancer, including its own split and rails."""
-    output(capsys, "plan", counts_file, "--balancer", name, "--replica-slots", 1, "--out", tmp_path / "plan.npz")
-    stacked = Plan.load(tmp_path / "plan.npz")
-    balancer, topology = load_balancer(name), Topology.flat(4)
+    argv = ("--ranks-per-domain", 2, "--replica-slots", 1, "--out", tmp_path / out)
+    output(capsys, "plan", counts_file, "--balancer", name, *argv)
+    stacked = Plan.load(tmp_path / out)
+    balancer, topology = load_balancer(name), Topology.flat(4, 2)
     for layer, counts in enumerate(skewed_counts(3).astype(np.int32)):
         expected, _ = balancer.rebalance(counts, plain_plan(counts, topology, 3), topology, balancer.init(counts.shape))
         got = jax.tree.map(lambda leaf, layer=layer: leaf[layer], stacked)
@@ -200,13 +166,9 @@ def test_replay_rows_are_means_over_layers(capsys, tmp_path):
     assert {**step, "planner_us": None} == {**mean, "planner_us": None}
 
 
-def test_replay_table(capsys, trace_file):
-    words = output(capsys, "replay", trace_file, "--balancer", "greedy").split()
+def test_replay_table_and_plans(capsys, trace_file, tmp_path):
+    words = output(capsys, "replay", trace_file, "--balancer", "greedy", "--out", tmp_path / "plans.npz").split()
     assert {"10", "20", "30", "mean"} <= set(words)
-
-
-def test_replay_out(capsys, trace_file, tmp_path):
-    output(capsys, "replay", trace_file, "--balancer", "greedy", "--out", tmp_path / "plans.npz")
     with np.load(tmp_path / "plans.npz") as file:
         assert (file["placement"].shape, file["quota"].shape) == ((3, 2, 4, 4), (3, 2, 8, 4))
         for index in np.ndindex(3, 2):
@@ -262,6 +224,7 @@ NO_OPS = {
     "plain": (("--balancer", "plain"), "Plain serves every expert on its home rank, for all counts"),
     "no replica slots": (("--balancer", "greedy", "--replica-slots", "0"), "replica_slots is 0"),
     "domains of one rank": (("--balancer", "greedy", "--ranks-per-domain", "1"), "domains have one rank each"),
+    "level load": (("--balancer", "greedy"), "the load of the ranks is already equal"),
     "one node": (("--balancer", "rails"), "all ranks are in one node"),
     "history": (("--balancer", "eplb"), "EPLB plans from the counts of earlier steps, and the input has 0 of them"),
     "limits": (("--balancer", "greedy:min_tokens=100000"), "Greedy(min_tokens=100000) found no better plan"),
@@ -271,17 +234,12 @@ NO_OPS = {
 @pytest.mark.parametrize("name", NO_OPS)
 def test_plans_that_change_nothing_have_a_reason(capsys, tmp_path, name):
     argv, reason = NO_OPS[name]
-    np.save(tmp_path / "plan.npy", skewed_counts())
-    np.save(tmp_path / "replay.npy", skewed_counts(1, 2))
+    counts = np.full((1, 1, 4, 8), 5) if name == "level load" else skewed_counts(1, 1)
+    np.save(tmp_path / "plan.npy", counts[0])
+    np.save(tmp_path / "replay.npy", counts)
     for command in ("plan", "replay"):
         found = as_json(capsys, command, tmp_path / f"{command}.npy", *argv)
         assert reason in found["no_op_reason"]
         assert found["mean"]["imbalance_after"] == found["mean"]["imbalance_before"]
     table = " ".join(output(capsys, "plan", tmp_path / "plan.npy", *argv).split())
     assert f"no plan changes the load: {reason}" in table
-
-
-def test_a_level_load_is_a_reason(capsys, tmp_path):
-    np.save(tmp_path / "counts.npy", np.full((4, 8), 5))
-    found = as_json(capsys, "plan", tmp_path / "counts.npy", "--balancer", "greedy")
-    assert found["no_op_reason"] == "the load of the ranks is already equal"

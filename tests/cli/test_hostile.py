@@ -25,7 +25,7 @@ from jax_moe_lb.cli.output import KINDS, print_error
 from jax_moe_lb.core import quantities as units
 from jax_moe_lb.core.checks import shown
 from jax_moe_lb.layer.systems import plain
-from jax_moe_lb.sim import Cluster, Links, ModelShape, Step, simulate, simulate_uniform, skewed_counts
+from jax_moe_lb.sim import Cluster, Links, ModelShape, Step, simulate, skewed_counts
 from jax_moe_lb.sim.config import load_config, preset_names
 from tests.cli.commands import refusal
 
@@ -75,7 +75,6 @@ CLUSTER, LEVEL, MODEL = ("cluster",), ("cluster", "levels", 0), ("model",)
 
 CONFIGS = {
     "power of ten": (LEVEL, {"rate": "1e30000000 GB/s"}, "levels[0].rate is '1e30000000 GB/s'; expected a rate above"),
-    "tiny power of ten": (LEVEL, {"rate": "1e-30000000 GB/s"}, "expected a rate above 0 with its unit"),
     "many digits": (LEVEL, {"latency": "9" * 900 + " s"}, "expected a time with its unit"),
     "rate beyond reason": (LEVEL, {"rate": "1e300 GB/s"}, "from 1e-15 to 1e+30 in units without a prefix"),
     "rate beneath reason": (LEVEL, {"rate": "1e-300 GB/s"}, "from 1e-15 to 1e+30 in units without a prefix"),
@@ -85,7 +84,6 @@ CONFIGS = {
     "rows that are no number": (CLUSTER, {"gemm": {"rows": [float("nan")], "speeds": ["1 TFLOP/s"]}}, "is nan"),
     "ranks": (LEVEL, {"size": 10**30}, "levels[0].size is 1000000000000000000000000000000: input should be less"),
     "layers": (MODEL, {"layers": 10**9}, "model.layers is 1000000000: input should be less than or equal to 1000"),
-    "tokens": (MODEL, {"tokens": 10**30}, "model.tokens is 1000000000000000000000000000000: input should be less"),
     "tokens in words": (MODEL, {"tokens": "1e30"}, "model.tokens is '1e30': input should be a valid integer"),
     "width": (MODEL, {"hidden": 10**9}, "model.hidden is 1000000000: input should be less than or equal to 131072"),
     "32 bits of tokens": (MODEL, {"tokens": 17179869248}, "model.tokens is 17179869248: input should be less than"),
@@ -306,12 +304,12 @@ def test_an_array_that_does_not_fit_is_never_made(folder):
         "import resource, sys\nfrom jax_moe_lb.cli import main\n"
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, used + 2**30))\n"
-        "sys.exit(main(sys.argv[1:]))"
+        "print([main([command, *sys.argv[1:]]) for command in ('plan', 'replay')])"
     )
-    for argv in (("plan", path, "--balancer", "plain"), ("replay", path, "--balancer", "plain")):
-        ended = subprocess.run([sys.executable, "-c", program, *argv], capture_output=True, text=True, check=False)
-        assert ended.returncode == 2
-        assert "arrays of 6442450944 bytes; expected at most 536870912" in ended.stderr
+    command = [sys.executable, "-c", program, path, "--balancer", "plain"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.stdout == "[2, 2]\n"
+    assert ended.stderr.count("arrays of 6442450944 bytes; expected at most 536870912") == 2
 
 
 @pytest.mark.parametrize("kind", ["device", "pipe"])
@@ -477,9 +475,3 @@ def test_what_is_usual_is_still_read(capsys, folder):
     np.savez("counts.npz", counts=np.ones((4, 8), int), other=np.ones(3), steps=np.arange(2))
     assert main(["plan", "counts.npz", "--balancer", "plain", "--expert-bytes", "1000000000000"]) == 0
     assert "8" in capsys.readouterr().out
-
-
-def test_uniform_routing_takes_ranks_that_counts_do_not():
-    model = ModelShape(layers=4, hidden=1024, inner=4096, experts=8000, per_token=2, tokens=4096)
-    report = simulate_uniform(model, Cluster((Links("dc", 1000, 1.25e9), Links("gpu", 8, 100e9))))
-    assert report.step_s > 0
