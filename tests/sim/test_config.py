@@ -22,7 +22,7 @@ BASE = {
     "model": {"layers": 2, "hidden": 64, "inner": 32, "experts": 16, "per_token": 2, "tokens": 128},
 }
 LEVEL = ("cluster", "levels", 0)
-MODEL = ("model",)
+CLUSTER, MODEL = ("cluster",), ("model",)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_a_file_says_what_is_built(written):
     assert model == ModelShape(2, 64, 32, 16, 2, 128)
     topology = cluster.topology()
     assert (topology.num_ranks, topology.ranks_per_domain, topology.rails_per_node) == (8, 4, 4)
-    curve = load_config("CONFIG", written(("cluster",), gemm={"rows": [1, 2], "speeds": ["1 GFLOP/s", "2 GFLOP/s"]}))
+    curve = load_config("CONFIG", written(CLUSTER, gemm={"rows": [1, 2], "speeds": ["1 GFLOP/s", "2 GFLOP/s"]}))
     assert curve.cluster.build().gemm == MeasuredGemm((1.0, 2.0), (1e9, 2e9))
 
 
@@ -88,31 +88,21 @@ BAD = {
     "unknown key of a part": ((), {"routing": {"drift": {"stedy": 1}}}, "routing.drift.stedy is unknown"),
     "value of a part": ((), {"routing": {"drift": {"steady": -1}}}, "routing.drift steady is -1.0; expected a share"),
     "rate without unit": (LEVEL, {"rate": 400}, "cluster.levels[0].rate is 400; expected a rate above 0 with its unit"),
-    "no bandwidth": (LEVEL, {"rate": "0 GB/s"}, "cluster.levels[0].rate is '0 GB/s'; expected a rate above 0"),
-    "negative bandwidth": (LEVEL, {"rate": "-5 GB/s"}, "rate is '-5 GB/s'; expected a rate above 0"),
     "latency without unit": (LEVEL, {"latency": 5}, "cluster.levels[0].latency is 5; expected a time with its unit"),
     "size in words": (LEVEL, {"size": "two"}, "cluster.levels[0].size is 'two'"),
     "no ranks": (LEVEL, {"size": 0}, "cluster.levels[0].size is 0"),
     "no such level": (LEVEL, {"name": "rack"}, "cluster.levels[0].name is 'rack'"),
-    "levels twice": (LEVEL, {"name": "gpu"}, "Cluster.levels are ['gpu', 'gpu']"),
-    "links that nobody has": (LEVEL, {"links": 3}, "links is 3; expected a divisor of the 4 ranks"),
     "missing rate": (LEVEL, {"remove": "rate"}, "level node has no rate; expected one, or a device"),
-    "missing gemm": (
-        ("cluster",),
-        {"remove": "gemm"},
-        "gemm is missing; expected one, or a device with measured experts",
-    ),
+    "missing gemm": (CLUSTER, {"remove": "gemm"}, "gemm is missing; expected one, or a device with measured experts"),
     "level between datacenters of a device": (
-        ("cluster",),
+        CLUSTER,
         {"device": "h100", "levels": [{"name": "dc", "size": 2}]},
         "level dc has no rate; expected one",
     ),
-    "device without measured experts": (
-        ("cluster",),
-        {"device": "b200", "gemm": None},
-        "gemm is missing; expected one, or a device with measured experts",
-    ),
-    "half a gemm": (("cluster",), {"gemm": {"rows": [1]}}, "gemm has neither one"),
+    "device without measured experts": (CLUSTER, {"device": "b200", "gemm": None}, "gemm is missing; expected one, or"),
+    "half a gemm": (CLUSTER, {"gemm": {"rows": [1]}}, "gemm has neither one"),
+    "no device": (CLUSTER, {"device": "v100"}, "device is 'v100'; expected one with rates: a100, "),
+    "no collective": (CLUSTER, {"communication": {"collectives": "rings"}}, "communication.collectives is 'rings'"),
     "no layers": (MODEL, {"layers": 0}, "model.layers is 0"),
     "more choices than experts": (MODEL, {"per_token": 17}, "per_token is 17; expected at most the 16 experts"),
     "odd numbers": (MODEL, {"itemsize": 3}, "itemsize is 3; expected one of 1, 2, 4"),
@@ -121,11 +111,7 @@ BAD = {
         {"model": "mixtral"},
         "model is 'mixtral', no preset and no .yaml file; near ones are mixtral",
     ),
-    "preset without a model": (
-        (),
-        {"cluster": "mixtral_8x7b"},
-        "cluster is 'mixtral_8x7b'; expected a preset with a cluster",
-    ),
+    "no cluster": ((), {"cluster": "mixtral_8x7b"}, "cluster is 'mixtral_8x7b'; expected a preset with a cluster"),
     "no such base": ((), {"migration": {"base": "mean"}}, "migration.base is 'mean'"),
     "imbalance below one": ((), {"routing": {"imbalance": 0.5}}, "routing.imbalance is 0.5"),
 }
@@ -166,17 +152,10 @@ def test_no_yaml(tmp_path, content):
 
 
 def test_a_file_says_how_bytes_are_moved_and_how_much_ranks_differ(written):
-    told = {
-        "collectives": "tree",
-        "dispatch_bytes": 1.03,
-        "combine_bytes": 2,
-    }
-    config = load_config("CONFIG", written(("cluster",), communication=told, jitter=0.02, jitter_seed=7))
-    cluster = config.cluster.build()
+    told = {"collectives": "tree", "dispatch_bytes": 1.03, "combine_bytes": 2}
+    cluster = load_config("CONFIG", written(CLUSTER, communication=told, jitter=0.02, jitter_seed=7)).cluster.build()
     assert cluster.communication == Communication(Collective.TREE, False, 1.03, 2.0)
     assert (cluster.jitter, cluster.jitter_seed) == (0.02, 7)
-    with pytest.raises(ValueError, match=r"cluster\.communication\.collectives is 'rings'"):
-        load_config("CONFIG", written(("cluster",), communication={"collectives": "rings"}))
 
 
 def test_a_model_may_have_experts_that_all_tokens_pass(written):
@@ -185,12 +164,10 @@ def test_a_model_may_have_experts_that_all_tokens_pass(written):
 
 
 def test_a_device_gives_missing_rates_of_copies_and_planner(written):
-    own = load_config("CONFIG", written(("cluster",), device="h100", planner="5 us")).cluster.build()
+    own = load_config("CONFIG", written(CLUSTER, device="h100", planner="5 us")).cluster.build()
     assert (own.copy_bytes_per_s, own.planner_s) == (330e9, 5e-6)
     node = load_config("CONFIG", "h100_node", "cluster").cluster.build()
     # Without a constant, each planner takes its own time.
     assert (node.copy_bytes_per_s, node.planner_s, node.host_wait_s) == (330e9, None, 20e-6)
     plain = load_config("CONFIG", written()).cluster.build()
     assert (plain.copy_bytes_per_s, plain.planner_s) == (None, None)
-    with pytest.raises(ValueError, match="device is 'v100'; expected one with rates: a100, "):
-        load_config("CONFIG", written(("cluster",), device="v100"))

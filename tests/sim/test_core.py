@@ -315,37 +315,6 @@ def test_domains_that_the_stream_model_chooses_are_nearly_the_fastest_simulated(
     assert times[choose_expert_domains(work, topology).domain_sizes] <= 1.05 * min(times.values())
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"size": 0}, "size is 0; expected at least 1"),
-        ({"bytes_per_s": 0.0}, "bytes_per_s is 0.0; expected a finite number above 0"),
-        ({"bytes_per_s": math.inf}, "bytes_per_s is inf"),
-        ({"latency_s": -1.0}, "latency_s is -1.0"),
-        ({"name": "rack"}, "Links.name is 'rack'; expected one of dc, node, gpu"),
-    ],
-)
-def test_links_refuse_what_no_link_is(change, message):
-    with pytest.raises(ValueError, match=message):
-        Links(**({"name": "gpu", "size": 2, "bytes_per_s": 1.0} | change))
-
-
-def test_simulate_refuses_what_does_not_fit():
-    cluster = Cluster((Links("gpu", 4, 1e9),))
-    with pytest.raises(ValueError, match=r"counts has shape \(4, 8\); expected \[layers, R, E\] with R = 4 and E = 16"):
-        simulate(systems.plain(), model(), cluster, np.ones((4, 8), int))
-    with pytest.raises(ValueError, match="counts has dtype float64; expected integers"):
-        simulate(systems.plain(), model(), cluster, np.ones((4, 16)))
-    with pytest.raises(ValueError, match=r"domain_sizes is \(3,\); expected a divisor of each of the levels' sizes"):
-        simulate_uniform(model(), cluster, migration=Migration((3,)))
-    with pytest.raises(ValueError, match="model has 10 experts; expected a positive multiple of the 4 ranks"):
-        simulate_uniform(model(experts=10), cluster)
-    with pytest.raises(ValueError, match="links is 2; expected a divisor of the 1 ranks that share them"):
-        Cluster((Links("gpu", 4, 1e9, links=2),))
-    with pytest.raises(ValueError, match=r"Cluster.levels are \['gpu', 'node'\]"):
-        Cluster((Links("gpu", 4, 1e9), Links("node", 4, 1e9)))
-
-
 def test_an_all_reduce_passes_every_member_once():
     cluster = Cluster((Links("dc", 2, 1e9), Links("node", 2, 1e9, links=2), Links("gpu", 4, 1e9)))
     (sent,) = all_reduce(16.0, (2, 2, 4), cluster)

@@ -80,15 +80,3 @@ def test_the_command_prints_what_a_file_reads(tmp_path, capsys):
     assert found.rank_std == pytest.approx(expected.rank_std, rel=0.01)
     assert main(["drift", str(tmp_path / "trace.npy"), "--per-token", "65"]) == 2
     assert "--per-token is 65; expected at most the 64 experts" in capsys.readouterr().err
-
-
-def test_what_is_no_drift_is_refused():
-    for wrong in ({"steady": 0.0}, {"steady": 0.5, "drifting": 0.6}, {"steps": 0.0}, {"rank_std": -1.0}):
-        with pytest.raises(ValueError, match=f"{list(wrong)[-1]} is"):
-            Drift(**wrong)
-    with pytest.raises(ValueError, match="increasing"):
-        drifting_counts(MODEL, 8, (1, 0), 1, Drift(), 2.0)
-    with pytest.raises(ValueError, match="drift has no spread"):
-        drifting_counts(MODEL, 8, (0, 1), 1, Drift())
-    with pytest.raises(ValueError, match="at least 8"):
-        fitted_drift(np.ones((7, 1, 2, 4), np.int32), 1)

@@ -189,8 +189,3 @@ def test_shared_experts_compute_beside_the_exchange():
     assert with_them.stages["shared experts (backward)"].busy_s == pytest.approx(3 * (once_s - 10e-6) + 10e-6)
     # The exchange of 28 us in each direction hides them.
     assert with_them.step_s == pytest.approx(without.step_s)
-
-
-def test_communication_refuses_what_it_cannot_do():
-    with pytest.raises(ValueError, match=r"dispatch_bytes is 0\.0; expected more than 0 and at most 8"):
-        Communication(dispatch_bytes=0.0)

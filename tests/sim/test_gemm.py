@@ -20,18 +20,3 @@ def test_a_measured_curve_goes_through_its_points():
     seconds = gemm.seconds(rows, 1e3)
     np.testing.assert_allclose(seconds, [1e-5, 2.5e-5, 1.75e-5, 2.5e-4, 1e-5])
     assert gemm.peak_flops_per_s == 4e9
-
-
-@pytest.mark.parametrize(
-    ("rows", "speeds", "message"),
-    [
-        ((), (), "expected as many"),
-        ((1.0, 2.0), (1.0,), "rows has 2 points, flops_per_s 1"),
-        ((2.0, 1.0), (1.0, 1.0), "expected ascending numbers above 0"),
-        ((0.0, 1.0), (1.0, 1.0), "expected ascending numbers above 0"),
-        ((1.0, 2.0), (1.0, 0.0), "expected finite rates above 0"),
-    ],
-)
-def test_curves_that_are_none_are_refused(rows, speeds, message):
-    with pytest.raises(ValueError, match=message):
-        MeasuredGemm(rows, speeds)

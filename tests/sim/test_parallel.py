@@ -94,30 +94,6 @@ def test_a_stage_may_have_a_layer_more():
     assert (share.layers, share.inner) == (2, 128)
 
 
-REFUSED = {
-    "no rate": (lambda: Peers(2), "bytes_per_s is None; expected a finite rate above 0 of 2 ranks"),
-    "no ranks": (lambda: Peers(0), "size is 0; expected at least 1"),
-    "latency": (lambda: Peers(2, 1.0, -1.0), "latency_s is -1.0; expected a finite number"),
-    "microbatches": (lambda: Parallel(microbatches=0), "microbatches is 0; expected at least 1"),
-    "interleave": (lambda: Parallel(interleave=2), "interleave is 2; expected 1, as one pipeline stage has all layers"),
-    "stages": (
-        lambda: Parallel(pipeline=Peers(5, 1.0)).share(MODEL, CLUSTER),
-        "pipeline has 5 parts; expected at most",
-    ),
-    "parts": (
-        lambda: Parallel(Peers(3, 1.0)).share(MODEL, CLUSTER),
-        "tensor.size is 3; expected a divisor of inner 128",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(name):
-    make, message = REFUSED[name]
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 FILE = """
 version: 1
 cluster: h100_node
@@ -135,9 +111,6 @@ def test_a_file_says_them(tmp_path):
     path.write_text(FILE)
     expected = Parallel(Peers(2, 360e9, 3e-6), Peers(), Peers(4, 50e9, 10e-6), 16)
     assert load_config("FILE", str(path)).step.build().parallel == expected
-    for wrong, says in (("size: 3, rate: 360", "tensor.size is 3"), ("size: 2, latency", "bytes_per_s is None")):
-        path.write_text(
-            FILE.replace("size: 2, rate: 360 GB/s, latency", wrong + (" GB/s, latency" if "rate" in wrong else ""))
-        )
-        with pytest.raises(ValueError, match=says):
-            load_config("FILE", str(path))
+    path.write_text(FILE.replace("size: 2, rate: 360 GB/s", "size: 2"))
+    with pytest.raises(ValueError, match="bytes_per_s is None"):
+        load_config("FILE", str(path))

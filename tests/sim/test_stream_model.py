@@ -95,22 +95,6 @@ def test_the_choice_says_why():
     assert "no gather" in str(choose_expert_domains(MIX_1, Topology((Level("gpu", 8, PRINTED),), 8)))
 
 
-def test_bad_input_is_named():
-    for change, message in [
-        ({"token_bytes": 0.0}, "Work.token_bytes is 0.0; expected a finite number above 0"),
-        ({"expert_bytes": float("inf")}, "Work.expert_bytes is inf; expected a finite"),
-        ({"pre_expert_s": -1.0}, "Work.pre_expert_s is -1.0; expected a finite number, at least 0"),
-        ({"backward_s": float("nan")}, "Work.backward_s is nan"),
-        ({"backward_exchanges": -1}, "Work.backward_exchanges is -1; expected at least 0"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            Work(**({"token_bytes": 1.0, "expert_bytes": 1.0, "pre_expert_s": 0.0} | change))
-    with pytest.raises(ValueError, match=r"Level\('dc'\).bytes_per_s is None; expected a finite rate, in bytes per"):
-        choose_expert_domains(MIX_1, Topology((Level("dc", 4),), 4))
-    with pytest.raises(ValueError, match=r"bytes_per_s is 0\.0; expected > 0"):
-        Level("dc", 4, bytes_per_s=0.0)
-
-
 def test_what_a_model_computes_is_measured():
     def before(x):
         def wait(x):
@@ -120,5 +104,3 @@ def test_what_a_model_computes_is_measured():
         return jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
     assert 0.02 <= benchmark_seconds(before, jnp.ones(3), repeats=1) < 1
-    with pytest.raises(ValueError, match="repeats is 0; expected at least 1"):
-        benchmark_seconds(before, jnp.ones(3), repeats=0)
