@@ -37,8 +37,6 @@ DECAYS, RATE = (0.9, 0.95), 1e-4
 
 @dataclass(frozen=True)
 class Case:
-    """One program."""
-
     model: str
     target: str
     system: str
@@ -48,7 +46,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Short description of the case."""
         passes = "training" if self.train else "inference"
         return f"{self.model}, {passes}, {self.system}" + (", one round" if self.max_rounds == 1 else "")
 
@@ -59,7 +56,6 @@ class Case:
         return system.replace(buffers=buffers)
 
     def predicted(self) -> Memory:
-        """Return the memory predicted by the simulator."""
         sizes = asdict(self.sizes)
         model = ModelShape(layers=LAYERS, gradient_itemsize=2, **sizes)
         mesh = [int(number) for number in self.target.split(":")[1].split("x")]
@@ -68,7 +64,6 @@ class Case:
         return memory_of(self.built(), model, Cluster(tuple(levels)), Migration(), step)
 
     def compile(self) -> ProgramReport:
-        """Compile the program and return its report."""
         target = Target.parse(self.target)
         mesh = target.mesh()
         layer = partial(_layer, mesh=mesh, system=self.built(), per_token=self.sizes.per_token)

@@ -30,7 +30,6 @@ def over_ranks(mesh: Mesh, of_rank: OfRank, per_tok: int) -> Layer:
 
 
 def ours(system: System, mesh: Mesh) -> OfRank:
-    """Return this library's layer."""
     topology = Topology.from_mesh(mesh)
 
     def of_rank(x: jax.Array, kernel: jax.Array, experts: Experts, per_tok: int) -> jax.Array:

@@ -74,7 +74,6 @@ def step_of(layer: Layer) -> Callable:
 
 
 def shapes(mesh: Mesh, sizes: LayerSizes) -> tuple:
-    """Return the shapes of tokens, kernel and experts."""
 
     def array(spec: PartitionSpec, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))

@@ -35,16 +35,8 @@ COLUMNS = {
 
 
 def machine(layer: Layer, *, joins: bool) -> Cluster:
-    """Return a node of H100 whose ranks send at the rate of copies inside a device.
-
-    Args:
-        layer: sizes of the layer.
-        joins: whether the weights of home experts and replicas are joined.
-    """
-    section = load_config("preset", "h100_node").cluster
-    assert section is not None
-    node = section.build()
-    assert node.hbm_bytes_per_s is not None
+    """Return a node of H100 whose ranks send at the rate of copies inside a device."""
+    node = load_config("preset", "h100_node", "cluster").cluster.build()
     # A copy reads and writes; rows of the rank itself are copied, too, and use no link of the simulator.
     rate = node.hbm_bytes_per_s / 2 * (layer.ranks - 1) / layer.ranks
     links = replace(node.levels[0], bytes_per_s=rate, latency_s=0.0)
@@ -52,13 +44,7 @@ def machine(layer: Layer, *, joins: bool) -> Cluster:
 
 
 def simulated_ms(layer: Layer, name: str, skew: str) -> float:
-    """Return the milliseconds of a layer, forward and backward.
-
-    Args:
-        layer: sizes of the layer.
-        name: system of the table of ranks.
-        skew: skew of that table.
-    """
+    """Return the milliseconds of a layer, forward and backward, with a system and skew of the table of ranks."""
     variant = variants(layer)[name.removesuffix(OWN)]
     served = Served.of(layer, variant, float(skew) if skew[0].isdigit() else skew)
     sizes = (layer.hidden, layer.inner, layer.experts, layer.per_token, layer.tokens)
@@ -66,7 +52,6 @@ def simulated_ms(layer: Layer, name: str, skew: str) -> float:
     cluster = machine(layer, joins=not name.endswith(OWN))
     found = simulate(variant.system, model, cluster, served.counts[None], step=Step(exchange_counts=False))
     by_plan = layer_work(variant.system, model, cluster, served.counts)[0].arriving
-    assert cluster.hbm_bytes_per_s is not None
     more = measured_bytes(variant.system.replica_slots, model) - by_plan
     return 1e3 * (found.step_s + more / cluster.hbm_bytes_per_s)
 
@@ -78,12 +63,7 @@ def measured_bytes(replica_slots: int, model: ModelShape) -> float:
 
 
 def rows_of(name: str, skews: tuple[str, ...] = ()) -> Iterator[list[Value]]:
-    """Yield the rows of a layer.
-
-    Args:
-        name: layer of `LAYERS`.
-        skews: skews of the rows; all by default.
-    """
+    """Yield the rows of a layer of `LAYERS`, with these skews or all."""
     measured: list[Mapping[str, Any]] = tables().get(f"rank-{name}", [])
     for row in measured:
         # A capacity limit is no part of the simulator.

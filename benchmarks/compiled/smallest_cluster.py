@@ -73,7 +73,6 @@ def state_bytes(run: TrainConfig, target: Target) -> int:
 
 
 def row(run: TrainConfig, report: ProgramReport) -> list[Value]:
-    """Return a result as the values of `COLUMNS`."""
     moved = dict.fromkeys((("data",), ("expert",), ("data", "expert")), 0)
     for one in report.collectives:
         if one.axes in moved:

@@ -51,7 +51,6 @@ def compiled(target: str, system: System, folder: Path, **options: Any) -> Progr
 
 
 def load_of(target: str, system: System, skew: str = DEFAULT_LOAD) -> LayerLoad:
-    """Return the load of the layer."""
     topology = Target.parse(target).topology()
     return LayerLoad.of(system, SIZES, topology, counts_of(skew, SIZES, topology.num_ranks), skew)
 
@@ -110,7 +109,6 @@ def shares(found: Timeline) -> list[float]:
 
 
 def of_systems(given: argparse.Namespace) -> Table:
-    """Return the steps of all systems."""
     columns = {"target": "", "system": "", "load": "", "rounds": "d", "step ms": ".2f", "exposed ms": ".2f"}
     rows = [row for rows in each(rows_of_system, SYSTEMS, given) for row in rows]
     title = "Step of a layer, forward and gradients, estimated from the compiled program"
@@ -136,7 +134,6 @@ TERMS = {
 
 
 def row_of_options(key: Key, folder: Path) -> list[Value]:
-    """Return the row of a program."""
     target, (system, hides) = key[0], OPTIONS[key[1]]
     program = compiled(target, system, folder, fused=True, options={LATENCY_HIDING: hides})
     found = program.timeline(load_of(target, system))
@@ -186,7 +183,6 @@ def residual_bytes(target: Target, system: System) -> int:
 
 
 def row_of_form(key: Key, folder: Path) -> list[Value]:
-    """Return the row of a program."""
     target, system = key[0], FORMS[key[1]]
     found = compiled(target, system, folder)
     timeline = found.timeline(load_of(target, system))

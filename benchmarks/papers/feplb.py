@@ -34,14 +34,10 @@ def feplb(loads: np.ndarray, balancer: FEPLB = FEPLB()) -> Plans:
     return _planning.feplb(*plain(loads), loads.shape[1], num_dynamic, max_num_dyn, tau, skip)
 
 
-def worth(balancer: FasterMoE) -> int:
-    """Return the minimum copies saved per replica; the rates are the balancer's own, for any topology."""
-    return balancer.min_saved(Topology.flat(1), 1)
-
-
 def fastermoe(loads: np.ndarray, balancer: FasterMoE = FasterMoE()) -> Plans:
     """Return FasterMoE's plans of all microbatches, with all ranks in one domain."""
-    return _planning.fastermoe(*plain(loads), loads, loads.shape[1], worth(balancer))
+    # The rates are the balancer's own, for any topology.
+    return _planning.fastermoe(*plain(loads), loads, loads.shape[1], balancer.min_saved(Topology.flat(1), 1))
 
 
 def straggler(plans: Plans) -> np.ndarray:

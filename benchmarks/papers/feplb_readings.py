@@ -50,8 +50,6 @@ ACCEPT: Mapping[str, Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], 
 
 @dataclass(frozen=True)
 class Reading:
-    """One combination of rules."""
-
     dynamic: str = "busiest"
     accept: str = "taker < donor before"
     skip: bool = False
@@ -125,15 +123,12 @@ class Found:
 
 
 class Loads:
-    """One kind of loads."""
-
     def __init__(self, kind: tuple[Shape, int], seed: int, number: int) -> None:
         shape, copies = kind
         self.loads = {case.num_ranks: counts(case, seed, number, copies, shape) for case in CASES}
         self.before = {ranks: straggler(plain(loads)).sum() for ranks, loads in self.loads.items()}
 
     def find(self, reading: Reading) -> Found:
-        """Return the results at the six points."""
         points = [(case.num_ranks, NUM_DYNAMIC) for case in CASES] + [(8, number) for number in DYNAMIC_EXPERTS]
         after = [straggler_after(self.loads[ranks], reading, number).sum() for ranks, number in points]
         before = [self.before[ranks] for ranks, _ in points]

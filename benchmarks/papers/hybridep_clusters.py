@@ -6,8 +6,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from jax_moe_lb.advise.advise import chosen_migration
-from jax_moe_lb.layer.systems import System
-from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, Report, Step, simulate, simulate_uniform
+from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, Report, Step, simulate_uniform
 from jax_moe_lb.transport import Codec, CodecBase
 
 MIB = 2**20
@@ -86,11 +85,6 @@ class Setting:
 def step(shape: ModelShape, machine: Cluster, migration: Migration = Migration()) -> Report:
     """Simulate a step with even gates, as assumed in the paper."""
     return simulate_uniform(shape, machine, migration=migration, step=STEP)
-
-
-def under(system: System, shape: ModelShape, machine: Cluster, counts: np.ndarray, migration: Migration) -> Report:
-    """Simulate a step with uneven gates and a system inside its groups of equal offset."""
-    return simulate(system, shape, machine, counts, migration=migration, step=replace(STEP, exchange_counts=True))
 
 
 def migration(shape: ModelShape, machine: Cluster, codec: Codec, sizes: tuple[int, ...] = ()) -> Migration:

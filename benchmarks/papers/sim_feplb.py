@@ -208,7 +208,7 @@ def layers(fit: Fit, loads: dict[int, np.ndarray]) -> tuple[list[Comparison], re
                 times.add(f"{label}, backward", backward, known[1], fitted=first)
             weights = report.stages.get("weights")
             exposed = 0.0 if weights is None else 1e3 * weights.exposed_s / len(given)
-            exchanges = 1e3 * sum(report.stages[stage].busy_s for stage in ("dispatch", "combine")) / len(given)
+            exchanges = 1e3 * exchanges_s(report) / len(given)
             rows.append([f"{ranks} ranks", name, forward, backward, exposed, exchanges])
     times.notes.append(
         f"Fitted: {fit.copies} token copies on a rank, {fit.peak_flops_per_s * 1e-12:.0f} TFLOP/s, "

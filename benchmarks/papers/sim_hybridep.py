@@ -330,7 +330,6 @@ def speedup(datacenters: int, size: int, gbit_per_s: float, inner: int) -> float
 
 
 def figure_16(setting: Setting) -> Comparison:
-    """Return the bytes sent between datacenters per step."""
     table = Comparison(
         "figure_16", "Figure 16: GB between datacenters in a step, L, by MB of tokens (its values cannot be read)"
     )

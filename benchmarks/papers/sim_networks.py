@@ -45,7 +45,6 @@ def measured(results: Path, run: str) -> list[Row]:
 
 
 def simulated(row: Row) -> Report:
-    """Simulate the step of one measured row."""
     model = ModelShape(
         layers=1,
         hidden=row["width"],
@@ -75,7 +74,6 @@ class Point(NamedTuple):
 
 
 def point_of(row: Row) -> Point:
-    """Return the deviations of a row."""
     report = simulated(row)
     sent = report.level_bytes["dc"] / 2  # sum over both datacenters
     seconds = report.step_s + row["unlimited_s"]
@@ -104,8 +102,6 @@ def _spread(values: list[float]) -> str:
 
 
 class RailPoint(NamedTuple):
-    """One all-to-all."""
-
     case: str
     way: str
     measured_s: float
@@ -146,7 +142,6 @@ def rail_table(points: list[RailPoint]) -> Table:
 
 
 def tables(results: Path) -> dict[str, Table]:
-    """Return all tables."""
     points = [point_of(row) for row in measured(results, "network_hybridep")]
     by_rail = rail_points(measured(results, "network_rails"))
     return {

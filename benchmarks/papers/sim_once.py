@@ -41,11 +41,7 @@ IMBALANCE, LAYERS = 2.0, 4
 
 
 def model(name: str) -> ModelShape:
-    """Return the shape of a preset."""
-    config = load_config("preset", name, "model").model
-    if config is None:
-        raise RuntimeError(f"{name} has no model; expected one")
-    return config.build()
+    return load_config("preset", name, "model").model.build()
 
 
 def exchanges() -> Iterator[list[Value]]:

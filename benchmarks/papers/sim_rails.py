@@ -196,12 +196,10 @@ def layer_s(busiest_rows: np.ndarray, utilisation: float) -> np.ndarray:
 
 
 def spread(values: np.ndarray, scale: float) -> list[float]:
-    """Return mean and range."""
     return [float(scale * x) for x in (values.mean(), values.min(), values.max())]
 
 
 def times(title: str, cases: dict[str, Results]) -> Table:
-    """Return completion times of all ways."""
     rows: list[list[Value]] = [
         [name, *(spread(seconds, 1e3) for seconds in results.seconds.values())] for name, results in cases.items()
     ]
@@ -277,7 +275,6 @@ def _beside(ours: tuple[float, float], published: tuple[int, int]) -> list[str]:
 
 
 def measure(domains: list[int], seeds: int) -> dict[str, Table]:
-    """Return all tables."""
     spines, rails = PLANNED | transports(spine_paths), PLANNED | transports(rail_paths, LANES_BY_RAIL)
     middle = 8
     one = TRAFFIC["sparsity 0.8"]

@@ -173,7 +173,6 @@ def moved(loads: np.ndarray, cluster: Cluster) -> np.ndarray:
 
 
 def figure_12(cluster: Cluster, tokens: int) -> Comparison:
-    """Return the imbalance in prefill."""
     table = Comparison("figure_12", "Figure 12: imbalance after balancing, in prefill")
     for name, (case, eplb_plus, ultraep) in FIGURE_12.items():
         machine = replace(cluster, levels=(replace(cluster.levels[0], size=case.num_ranks),))
@@ -218,7 +217,6 @@ def simulations(cluster: Cluster, tokens: int) -> list[Comparison]:
 
 
 def figure_16(cluster: Cluster, tokens: int) -> list[Comparison]:
-    """Return the time to distribute weights."""
     what = "Figure 16: ms to distribute weights, 128 experts, 2 slots"
     tables = {
         way: Comparison(f"figure_16_{way.replace(' ', '_')}", f"{what}, {way}") for way in ("from home", "relays")
@@ -265,7 +263,6 @@ def domains(loads: np.ndarray, cluster: Cluster) -> Comparison:
 
 
 def tables(tokens: int) -> list[Comparison]:
-    """Return all tables."""
     cluster = fitted()
     loads = np.stack([drawn(FIGURE_11["Qwen3"].case, seed, tokens) for seed in range(2)])
     thirteen = figure_13(cluster, loads)

@@ -21,8 +21,6 @@ Shape = Callable[[np.ndarray, float], np.ndarray]
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the figure."""
-
     num_ranks: int
     straggler: int
     fastermoe: int
@@ -36,7 +34,6 @@ DYNAMIC = {2: 65, 4: 68, 8: 70}
 
 
 def lognormal(normal: np.ndarray, width: float) -> np.ndarray:
-    """Return a lognormal popularity."""
     return np.exp(width * normal)
 
 

@@ -57,8 +57,6 @@ SYSTEMS = {
 
 @dataclass(frozen=True)
 class Training:
-    """One model of figure 11."""
-
     shape: ModelShape
     ideal: float
     throughput: tuple[float, float, float]
@@ -66,7 +64,6 @@ class Training:
 
     @property
     def case(self) -> Case:
-        """Case of the load generator."""
         return Case(self.shape.experts, RANKS, 2, self.imbalance[0])
 
 
@@ -124,5 +121,4 @@ def drawn(case: Case, seed: int, tokens: int) -> np.ndarray:
 
 
 def planned(system: System, cluster: Cluster, loads: np.ndarray) -> Plan:
-    """Return the plan of one layer."""
     return plan_on_host(system, loads, cluster.topology()).plan

@@ -59,12 +59,7 @@ class Found:
 
 
 def drawn_pair(rng: np.random.Generator, *, large: bool) -> tuple[ModelShape, Cluster]:
-    """Return a random model and cluster: nodes of H100 or a rack, with assumed rates.
-
-    Args:
-        rng: random numbers.
-        large: if True, a rack or nodes of 72 to 128 ranks, else at most 32 ranks.
-    """
+    """Return a random model and cluster: nodes of H100 or a rack, of 72 to 128 ranks if large, else of at most 32."""
     kind = rng.choice(["node", "nodes", "rack"], p=[0.0, 0.5, 0.5] if large else [0.5, 0.3, 0.2])
     peak = float(rng.uniform(300e12, 1000e12))
     gemm = AnalyticGemm(peak, half_rows=float(rng.uniform(100, 320)), launch_s=10e-6)
@@ -106,7 +101,7 @@ def advised(number: int, *, large: bool) -> Found | None:
     except ValueError:
         return None
     judge = Evaluator(model, cluster, Step())
-    num_home = experts_at_home(model, cluster)
+    num_home = model.experts // cluster.num_ranks
     space = Space(cluster, min(8, model.experts - num_home), with_relocation=False)
     if not any(fits_in_memory(judge, choice) for choice in space.first()):
         return None
@@ -115,11 +110,6 @@ def advised(number: int, *, large: bool) -> Found | None:
     answer = Advice(search(space, judge, seen, seen), (), None)
     choice = Choice() if answer.leave_off and answer.found.fits else answer.best.choice
     return regret_of(choice, judge, space, loads)
-
-
-def experts_at_home(model: ModelShape, cluster: Cluster) -> int:
-    """Return the home experts of a rank."""
-    return model.experts // cluster.num_ranks
 
 
 def regret_of(choice: Choice, judge: Evaluator, space: Space, loads: list[Workload]) -> Found:
@@ -140,10 +130,7 @@ def regret_of(choice: Choice, judge: Evaluator, space: Space, loads: list[Worklo
     for one in fitting:
         if (took_s := sum_s(one, best_s)) < best_s:
             best, best_s = one, took_s
-    counts = loads[0].counts
-    if counts is None:
-        raise ValueError("the first workload has no counts; expected some")
-    load = counts[0].sum(0).reshape(judge.cluster.num_ranks, -1).sum(1)
+    load = loads[0].counts[0].sum(0).reshape(judge.cluster.num_ranks, -1).sum(1)
     return Found(
         judge.cluster.num_ranks,
         judge.model.experts,

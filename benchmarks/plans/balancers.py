@@ -83,7 +83,6 @@ def host_us(balancer: Balancer, counts: Counts, slots: int) -> float:
 
 
 def row_of(name: str, model: ModelShape, trace: Trace) -> tuple[list[Value], float]:
-    """Return the numbers of a balancer, and the seconds of a layer."""
     system = replace(SYSTEMS[name], replica_slots=0 if name == "plain" else SLOTS)
     num_ranks, cluster = trace.shape[2], replace(machine(trace.shape[2]), planner_s=0.0)
     found, times_s = [], []
@@ -111,7 +110,6 @@ def moved_homes(trace: Trace, spare: int = SLOTS) -> list[float]:
 
 
 def table_of(name: str, model: ModelShape, trace: Trace) -> Table:
-    """Return one row per balancer."""
     rows = {system: row_of(system, model, trace) for system in SYSTEMS}
     plain_s = rows["plain"][1]
     lines: list[list[Value]] = [[system, *values, seconds / plain_s] for system, (values, seconds) in rows.items()]

@@ -39,24 +39,11 @@ Surface = dict[int, np.ndarray]
 
 
 def model_of(tokens: int, inner: int) -> ModelShape:
-    """Return the sizes of one layer."""
     return ModelShape(1, 4096, inner, experts=64, per_token=4, tokens=tokens)
 
 
-def cluster_of(preset: str) -> Cluster:
-    """Return the cluster of a preset."""
-    section = load_config("CLUSTER", preset).cluster
-    if section is None:
-        raise ValueError(f"preset {preset!r} has no cluster; expected one")
-    return section.build()
-
-
 def step_s(candidate: Candidate, model: ModelShape, cluster: Cluster, workload: Workload) -> float:
-    """Return the simulated time of a layer in seconds."""
-    if workload.counts is None:
-        raise ValueError(f"workload {workload.name!r} has no counts; expected some")
-    migration = candidate.migration
-    return simulate(candidate.system, model, cluster, workload.counts, migration=migration).step_s
+    return simulate(candidate.system, model, cluster, workload.counts, migration=candidate.migration).step_s
 
 
 def over_plain(candidate: Candidate, model: ModelShape, cluster: Cluster, skew: float) -> float:
@@ -68,7 +55,6 @@ def over_plain(candidate: Candidate, model: ModelShape, cluster: Cluster, skew: 
 
 
 def surface(candidate: Candidate, cluster: Cluster, tokens: tuple[int, ...]) -> Surface:
-    """Return the time ratios to plain for all points."""
     return {
         inner: np.array([[over_plain(candidate, model_of(t, inner), cluster, skew) for t in tokens] for skew in SKEWS])
         for inner in INNER
@@ -116,7 +102,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
-    cluster = cluster_of("h100_node")
+    cluster = load_config("cluster", "h100_node", "cluster").cluster.build()
     tokens = TOKENS[::4] if given.quick else TOKENS
     found, guarded = (surface(candidate, cluster, tokens) for candidate in (EXACT, GUARDED))
     if given.plot is not None:

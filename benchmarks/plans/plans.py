@@ -80,7 +80,6 @@ class Outcome(NamedTuple):
 
 
 def outcome(balancer: Balancer, counts: np.ndarray, slots: int) -> Outcome:
-    """Return the numbers of a balancer's plan."""
     found = plan(balancer, counts, slots)
     moved = traffic(found, counts)
     return Outcome(int(load(found).max()), int(moved.replicas), int(moved.fan_out.max()))
@@ -258,7 +257,6 @@ def of_times(given: argparse.Namespace) -> Tables:
 
 
 def of_planners(given: argparse.Namespace) -> Tables:
-    """Return the planning times of all balancers."""
     rows = list(times.planner_rows(times.SIZES[1:2] if given.quick else times.SIZES))
     if given.write:
         times.write(rows)
@@ -273,7 +271,6 @@ IMBALANCES = (1.02, 1.1, 1.3, 2.0, 3.0)
 
 
 def models() -> dict[str, ModelShape]:
-    """Return one layer of each model."""
     found = {name: load_config("model", name, "model").model.build() for name in PRESETS}
     shapes = {name: replace(model, layers=1, other_s=0.0) for name, model in found.items()}
     return shapes | {"llama_4_maverick": LLAMA_4_MAVERICK}

@@ -14,8 +14,6 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of the simulations."""
-
     num_experts: int
     num_ranks: int
     replica_slots: int

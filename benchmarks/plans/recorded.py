@@ -27,9 +27,8 @@ def read(options: argparse.Namespace) -> Layers:
     return {file.stem: np.load(file)[:: options.step].astype(np.int32, casting="same_kind") for file in options.loads}
 
 
-def synthetic(num_layers: int = 58, num_experts: int = 256) -> np.ndarray:
-    """Return synthetic loads with lognormal popularity."""
-    popularity = np.random.default_rng(0).lognormal(0, 1, (num_layers, num_experts))
+def synthetic() -> np.ndarray:
+    popularity = np.random.default_rng(0).lognormal(0, 1, (58, 256))
     return (1e4 * popularity).astype(np.int32)
 
 

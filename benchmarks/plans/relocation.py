@@ -37,7 +37,6 @@ def stay(shape: tuple[int, int]) -> np.ndarray:
 
 
 def judged(tokens: np.ndarray, homes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return lower bound and result of each layer."""
     return domain_lower_bound(tokens, homes, TOPOLOGY), result(tokens, homes)
 
 

@@ -86,7 +86,6 @@ def statistics(trace: np.ndarray) -> dict[str, float]:
 
 
 def planners() -> dict[str, Balancer]:
-    """Return the compared planners."""
     stale = {f"EPLB every {period}": EPLB(every=period) for period in PERIODS}
     return {"plain": Plain(), **stale, "EPLB+": EPLBPlus(), "Exact(eps=0.01)": Exact()}
 

@@ -72,7 +72,6 @@ def exact_row(layers: np.ndarray, shape: tuple[int, int, int], name: str) -> lis
 
 
 def exact_times(layers: np.ndarray) -> Table:
-    """Return the times of `exact` over all layers."""
     columns = {"ranks x experts": "", "S - L": "d", "options": ""}
     columns |= dict.fromkeys(("C++", "aim", "in jit", "kernel, loads overlap", "kernel, no loads overlap"), ".0f")
     rows: list[list[Value]] = []
@@ -111,7 +110,6 @@ Row = tuple[str, str, int, int, float]
 
 
 def lognormal(num_ranks: int, num_experts: int) -> Iterator[Counts]:
-    """Yield counts of lognormal popularity."""
     for seed in range(LOADS):
         rng = np.random.default_rng(seed)
         chances = np.exp(SPREAD * rng.standard_normal(num_experts))
@@ -155,7 +153,6 @@ def kernel_rows() -> Iterator[Row]:
 
 
 def planner_rows(sizes: tuple[tuple[int, int], ...]) -> Iterator[Row]:
-    """Yield the rows of all planners."""
     for balancer in PLANNERS:
         name = type(balancer).__name__
         for ranks, experts in sizes:
@@ -168,7 +165,6 @@ def planner_rows(sizes: tuple[tuple[int, int], ...]) -> Iterator[Row]:
 
 
 def write(found: list[Row]) -> None:
-    """Write the rows to the package."""
     head = "# Written by `python -m benchmarks.plans plans planners --write`; see sim/planner_times.py.\nrows:\n"
     lines = (
         f"  - {{planner: {name}, place: {place}, ranks: {ranks}, experts: {experts}, "

@@ -24,11 +24,7 @@ def names_of(folder: Path) -> dict[str, str]:
 
 
 def run(subject: str) -> None:
-    """Run the benchmark named by the command line.
-
-    Args:
-        subject: name of a folder of `benchmarks`.
-    """
+    """Run the benchmark named by the command line, of a folder of `benchmarks`."""
     names = names_of(Path(__file__).parents[1] / subject)
     width = max(map(len, names))
     shown = "\n".join(f"  {name:{width}}  {line}" for name, line in names.items())

@@ -103,7 +103,6 @@ def missing() -> list[str]:
 
 
 def draw(path: Path, drawn: str) -> None:
-    """Write one plot."""
     from benchmarks.render.plots import figures_of, svg
 
     name, plot, _ = path.name.split(".")

@@ -10,7 +10,6 @@ from models.run_folder.page import table, write_page
 
 
 def write_report(results: Path, path: Path, ended: Mapping[str, str]) -> Path:
-    """Write a report."""
     records = dict(sorted(read(results).items()))
     links = " ".join(f'<a href="#{name}">{name}</a>' for name in records)
     how = table("This run", ended.items(), ("benchmark", "of this run"))

@@ -17,8 +17,6 @@ LINK = re.compile(r"(?<=\]\()(?!\w+:|#)(?P<path>[^)\s#]+)")
 
 @dataclass(frozen=True)
 class Page:
-    """Contents of the marks of one page."""
-
     folder: Path
     records: Mapping[str, Record]
     runs: set[str] = field(default_factory=set)
@@ -32,7 +30,6 @@ class Page:
         return f"<!-- {match['kind']}: {match['given']} -->\n{contents[match['kind']](match['given'])}\n<!-- end -->"
 
     def tables(self, given: str) -> str:
-        """Return the tables of a mark."""
         names, *conditions = given.split(" | ")
         return "\n\n".join(self.table(where, conditions) for where in table_names(names))
 

@@ -86,7 +86,6 @@ def cell_at(records: Mapping[str, Record], path: str) -> tuple[Value, str]:
 
 
 def table_at(records: Mapping[str, Record], where: str) -> Table:
-    """Return a table by run and name."""
     run, name = where.split("/")
     tables = records[run].tables if run in records else {}
     if name not in tables:

@@ -52,7 +52,6 @@ def _has(tables: Mapping[str, Table], of: str, column: str) -> bool:
 
 
 def svg(figure: Figure) -> str:
-    """Return the figure as an HTML element."""
     file = io.StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "results"}):
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
@@ -61,7 +60,6 @@ def svg(figure: Figure) -> str:
 
 
 def middle(value: Value) -> tuple[float, float, float]:
-    """Return value, minimum and maximum."""
     if isinstance(value, (int, float)):
         return value, value, value
     if value is None or isinstance(value, str):

@@ -80,12 +80,10 @@ def cell(value: Value, form: str) -> str:
 
 
 def spread(values: np.ndarray) -> list[float]:
-    """Return median, minimum and maximum."""
     return [float(number) for number in np.quantile(values, [0.5, 0, 1])]
 
 
 def out_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--out`."""
     parser.add_argument(
         "--out", type=tables_file, metavar="FILE", help="JSON file for the tables; replaces its run of the same name"
     )

@@ -18,9 +18,3 @@ def interleaved_s(functions: dict[str, Callable[[], object]], repeats: int = 15)
             jax.block_until_ready(function())
             times_s[name][i] = time.perf_counter() - start_s
     return times_s
-
-
-def summary(values: np.ndarray, scale: float = 1.0, digits: int = 2) -> str:
-    """Return median and range."""
-    low, median, high = np.quantile(values * scale, [0, 0.5, 1])
-    return f"{median:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"

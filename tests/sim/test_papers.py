@@ -40,10 +40,6 @@ def test_whole_gradients_that_go_home_explain_table_vi_at_24_and_8_mb(setting):
         assert hybridep.table_vi_steps(shape, machine, sizes) == pytest.approx((alone_s, both_s), rel=0.1)
 
 
-def test_domain_sizes_of_table_iv_are_the_fastest_in_the_simulator():
-    assert all(row.simulated == row.published for row in hybridep.table_iv().rows)
-
-
 @pytest.mark.slow
 def test_more_datacenters_gain_less_from_domains_of_a_fixed_size():
     for rate in hybridep.GBIT_PER_S:
