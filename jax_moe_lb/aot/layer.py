@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
 from jax_moe_lb.aot.compile import compile_for, quiet_stderr
-from jax_moe_lb.aot.load import MOST, LayerLoad, LayerSizes, counts_of
+from jax_moe_lb.aot.load import LayerLoad, LayerSizes, check_sizes, counts_of
 from jax_moe_lb.aot.report import ProgramReport
 from jax_moe_lb.aot.targets import Target
 from jax_moe_lb.core.experts import Experts
@@ -66,7 +66,7 @@ def compile_layer(
         True
     """
     mesh = target.mesh()
-    _check(sizes, mesh)
+    check_sizes(sizes, mesh.size)
     topology = Topology.from_mesh(mesh, mesh.axis_names, rails_per_node=mesh.shape["expert"])
     layer = partial(_layer, per_token=sizes.per_token, system=system, topology=topology)
     specs = (PartitionSpec(mesh.axis_names), PartitionSpec(), PartitionSpec(mesh.axis_names), PartitionSpec())
@@ -121,16 +121,6 @@ def _arguments(
     # Shapes only, without allocation.
     args = jax.eval_shape(make)
     return tuple(jax.tree.map(partial(place, spec), arg) for spec, arg in zip(specs, args, strict=True))
-
-
-def _check(sizes: LayerSizes, mesh: Mesh) -> None:
-    if sizes.experts % mesh.size:
-        raise ValueError(f"E is {sizes.experts}; expected a multiple of the target's {mesh.size} devices")
-    if sizes.per_token > sizes.experts:
-        raise ValueError(f"K is {sizes.per_token}; expected at most E, {sizes.experts}")
-    largest = max(math.prod((mesh.size, sizes.tokens, sizes.per_token)), sizes.tokens * sizes.hidden)
-    if largest > MOST:
-        raise ValueError(f"T is {sizes.tokens}; expected at most {MOST} token copies of all ranks")
 
 
 @dataclass(frozen=True, eq=False)

@@ -82,6 +82,16 @@ class LayerSizes:
         return 2 * self.tokens * self.hidden * (copies + self.experts)
 
 
+def check_sizes(sizes: LayerSizes, num_devices: int) -> None:
+    """Check that a layer has a place on all devices of a target."""
+    if sizes.experts % num_devices:
+        raise ValueError(f"E is {sizes.experts}; expected a multiple of the target's {num_devices} devices")
+    if sizes.per_token > sizes.experts:
+        raise ValueError(f"K is {sizes.per_token}; expected at most E, {sizes.experts}")
+    if max(num_devices * sizes.tokens * sizes.per_token, sizes.tokens * sizes.hidden) > MOST:
+        raise ValueError(f"T is {sizes.tokens}; expected at most {MOST} token copies of all ranks")
+
+
 DEFAULT_LOAD = "zipf:1.0"
 """Load of a timeline by default: the popularity of an expert falls with the place, at random homes."""
 

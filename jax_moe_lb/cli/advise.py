@@ -79,7 +79,7 @@ def advice_json(answer: Advice, judge: Evaluator, workloads: Sequence[Workload])
     """Return the numbers of an advice as JSON."""
     return {
         "best": answer.best.choice.name,
-        "dispatch": dispatch_by_rule(judge.cluster.topology(), judge.model.experts, judge.model.per_token).reason,
+        "dispatch": _rule(judge),
         "leave_off": answer.leave_off,
         "gain": answer.gain,
         "gain_range": [min(answer.gains), max(answer.gains)],
@@ -105,19 +105,19 @@ def _row(one: SearchResult, answer: Advice, judge: Evaluator) -> dict[str, Any]:
     return head | report_json(one.report) | times | {"usage": how}
 
 
+def _built(one: SearchResult, judge: Evaluator) -> tuple[bool, str]:
+    """Return whether a choice gathers experts again, and the class of its dispatch."""
+    candidate = judge.candidate(one.choice)
+    return candidate.migration.gather_again, type(candidate.system.dispatch).__name__
+
+
 def _usage(one: SearchResult, judge: Evaluator) -> Any:
-    gather_again = judge.candidate(one.choice).migration.gather_again
-    return usage(one.choice, judge.cluster, gather_again, _dispatch_class(one, judge))
-
-
-def _dispatch_class(one: SearchResult, judge: Evaluator) -> str:
-    return type(judge.candidate(one.choice).system.dispatch).__name__
+    return usage(one.choice, judge.cluster, *_built(one, judge))
 
 
 def code_of(one: SearchResult, judge: Evaluator) -> str:
     """Return the program of a choice, from the imports to a call of the layer."""
-    gather_again = judge.candidate(one.choice).migration.gather_again
-    return program(one.choice, judge.model, judge.cluster, gather_again, _dispatch_class(one, judge))
+    return program(one.choice, judge.model, judge.cluster, *_built(one, judge))
 
 
 def recommended(answer: Advice) -> SearchResult:
@@ -160,7 +160,7 @@ def advice_lines(answer: Advice, judge: Evaluator, workloads: Sequence[Workload]
     return [
         *_verdict(answer, judge),
         *_not_exact(answer, judge, workloads),
-        _dispatch(judge),
+        f"Dispatch by rule, {_rule(judge)}.",
         *_fit(answer, judge),
         *_assumed(answer, judge, workloads),
         *_first_look(answer),
@@ -188,7 +188,7 @@ def summary_lines(answer: Advice, judge: Evaluator) -> list[str]:
         f"Best: {one.choice.name}.",
         f"Sure: {sure}; {len(answer.alike)} others are as fast. Simulated, not measured.",
         f"Memory: {total:.1f}{room} GB of a rank for these layers, without attention.",
-        f"Code: {system_code(one.choice, _dispatch_class(one, judge))}; --out layer.py writes the program.",
+        f"Code: {system_code(one.choice, _built(one, judge)[1])}; --out layer.py writes the program.",
         f"Next: {_next_best(one, answer)}",
     ]
 
@@ -241,11 +241,9 @@ def _not_exact(answer: Advice, judge: Evaluator, workloads: Sequence[Workload]) 
     return [f"{begin}{what} takes {ratio:.3f} x the time of {one.choice.name}."]
 
 
-def _dispatch(judge: Evaluator) -> str:
+def _rule(judge: Evaluator) -> str:
     """Return the dispatch of choices without rails and expert domains, by the library's rule."""
-    model, topology = judge.model, judge.cluster.topology()
-    found = dispatch_by_rule(topology, model.experts, model.per_token)
-    return f"Dispatch by rule, {found.reason}."
+    return dispatch_by_rule(judge.cluster.topology(), judge.model.experts, judge.model.per_token).reason
 
 
 def _fit(answer: Advice, judge: Evaluator) -> list[str]:
@@ -403,7 +401,7 @@ def advise(
         most_slots = shape.experts - shape.experts // machine.num_ranks if slots is None else slots
         if trace is not None:
             counts = recorded_counts(shape, machine, trace, limits)
-            shape = as_recorded(shape, counts, trace)
+            shape = as_recorded(shape, counts)
             workloads = recorded_workloads(counts, MOST_STEPS, MOST_LAYERS)
             shapes = workloads[:: max(1, len(workloads) - 1)]
             sample = None

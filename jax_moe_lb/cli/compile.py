@@ -15,7 +15,7 @@ from jax_moe_lb.advise.advise import chosen_migration
 from jax_moe_lb.advise.choice import Candidate
 from jax_moe_lb.aot.compile import quiet_stderr
 from jax_moe_lb.aot.layer import compile_layer
-from jax_moe_lb.aot.load import DEFAULT_LOAD, LayerLoad, LayerSizes, counts_of
+from jax_moe_lb.aot.load import DEFAULT_LOAD, LayerLoad, LayerSizes, check_sizes, counts_of
 from jax_moe_lb.aot.operation_time import rates_of
 from jax_moe_lb.aot.report import ProgramReport, print_report
 from jax_moe_lb.aot.targets import Target, use_no_accelerators
@@ -198,8 +198,7 @@ def planned_load(machine: Target, layer: LayerSizes, system: System, load: str, 
         raise ValueError(f"--timeline is {trace}; expected a file in an existing folder")
     rates_of(machine)
     topology = machine.topology()
-    if layer.experts % topology.num_ranks:
-        raise ValueError(f"E is {layer.experts}; expected a multiple of the target's {topology.num_ranks} devices")
+    check_sizes(layer, topology.num_ranks)
     return LayerLoad.of(system, layer, topology, counts_of(load, layer, topology.num_ranks), load)
 
 

@@ -82,29 +82,15 @@ def cluster_of(config: SimulationConfig) -> Cluster:
     return config.cluster.build()
 
 
-def counts_of(
-    config: SimulationConfig,
-    model: ModelShape,
-    cluster: Cluster,
-    trace: Path | None,
-    imbalance: str | None,
-    limits: FileLimits,
+def synthetic_counts(
+    config: SimulationConfig, model: ModelShape, cluster: Cluster, imbalance: str | None, *, drift: bool = False
 ) -> CountsOption:
-    """Return the recorded counts of a trace, or the synthetic counts of a configuration."""
-    if trace is not None:
-        return recorded_counts(model, cluster, trace, limits)
-    layers = min(config.routing.layers, model.layers)
-    wanted = imbalance_of(config, imbalance)
-    return skewed_counts(model, cluster.num_ranks, wanted, layers, config.routing.seed, config.routing.shape)[None]
-
-
-def drifted_counts_of(
-    config: SimulationConfig, model: ModelShape, cluster: Cluster, imbalance: str | None
-) -> CountsOption:
-    """Return synthetic counts of two cycles: one for the history of the system, and one to simulate."""
-    layers, routing = min(config.routing.layers, model.layers), config.routing
-    wanted, times = imbalance_of(config, imbalance), range(2 * CYCLE)
-    return drifting_counts(model, cluster.num_ranks, times, layers, routing.drift, wanted, routing.seed, routing.shape)
+    """Return counts of one step; with drift, of two cycles: one for the history of the system, and one to simulate."""
+    routing, ranks = config.routing, cluster.num_ranks
+    layers, wanted = min(routing.layers, model.layers), imbalance_of(config, imbalance)
+    if not drift:
+        return skewed_counts(model, ranks, wanted, layers, routing.seed, routing.shape)[None]
+    return drifting_counts(model, ranks, range(2 * CYCLE), layers, routing.drift, wanted, routing.seed, routing.shape)
 
 
 def recorded_counts(model: ModelShape, cluster: Cluster, trace: Path, limits: FileLimits) -> CountsOption:
@@ -118,10 +104,8 @@ def recorded_counts(model: ModelShape, cluster: Cluster, trace: Path, limits: Fi
     return counts
 
 
-def as_recorded(model: ModelShape, counts: CountsOption, trace: Path | None) -> ModelShape:
+def as_recorded(model: ModelShape, counts: CountsOption) -> ModelShape:
     """Return the model with the maximum tokens of a rank in a trace."""
-    if trace is None:
-        return model
     tokens = -(-int(counts.sum(3).max()) // model.per_token)
     # A trace may have no tokens, but a model has at least one.
     return replace(model, tokens=max(tokens, 1))
@@ -237,15 +221,19 @@ def simulate(
         limits = parse_limits(file_limits)
         read = load_config("CONFIG", config, "cluster", "model", limits=limits)
         cluster, model = cluster_of(read), model_of(read, tokens)
-        counts = counts_of(read, model, cluster, trace, imbalance, limits)
+        if trace is None:
+            counts = synthetic_counts(read, model, cluster, imbalance)
+        else:
+            counts = recorded_counts(model, cluster, trace, limits)
+            model = as_recorded(model, counts)
         step, name = read.step.build(), system or read.system
-        model = step.parallel.share(as_recorded(model, counts, trace), cluster)
+        model = step.parallel.share(model, cluster)
         slots = slots_of(replica_slots, read.replica_slots, model, cluster)
         migration = _migration(read, name, domain_sizes)
         candidate = compose(name, model, cluster, step, slots, migration)
         states = None
         if trace is None and keeps_history(candidate.system, model, cluster):
-            counts = drifted_counts_of(read, model, cluster, imbalance)
+            counts = synthetic_counts(read, model, cluster, imbalance, drift=True)
             states = remembered(candidate.system, model, cluster, counts[:CYCLE], candidate.migration)
             counts = counts[CYCLE:]
         planned = len(counts) * counts.shape[1]
