@@ -14,6 +14,7 @@ from jax_moe_lb.advise.choice import Choice
 from jax_moe_lb.advise.evaluate import Evaluator, drawn_workloads
 from jax_moe_lb.advise.fit import expert_group, fits_in_memory, remedies
 from jax_moe_lb.advise.search import Space
+from jax_moe_lb.cli.advise import misfit_json
 from jax_moe_lb.cli.app import app
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, ModelShape, Peers, Step
 from jax_moe_lb.sim.config import load_config, preset_names
@@ -117,7 +118,7 @@ def test_what_does_not_fit_is_said_first_and_exits_with_one():
     assert lines[0].startswith("Nothing fits: plain, the smallest choice, needs ")
     assert "It fits with 32 members of level node in place of 16 (256 ranks)." in lines
     assert not any(line.startswith("Use ") for line in lines)
-    found = json.loads(CliRunner().invoke(app, ["advise", "deepseek_v3", "h100_16_nodes", "--json"]).stdout)
+    found = misfit_json(judge_of("deepseek_v3", "h100_16_nodes"))
     assert found["fits"] is False
     assert len(found["fits_with"]) >= 2
 

@@ -152,29 +152,3 @@ def test_the_program_is_the_same_in_json_and_replaces_an_earlier_one(tmp_path):
     chosen = "plain" if found["leave_off"] else found["best"]
     assert path.read_text() == programs[chosen]
     assert all(not undefined(code) for code in programs.values())
-
-
-@pytest.mark.parametrize("content", ["x = 1\n", "# Written by me\n", "\x00"])
-def test_a_file_of_another_kind_is_not_replaced(tmp_path, content):
-    path = tmp_path / "layer.py"
-    path.write_text(content)
-    done = advise(*CHEAP, "--out", path)
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr == f"error: --out is {path}, an existing file; expected a new file, or a .py file to replace\n"
-    assert path.read_text() == content
-
-
-@pytest.mark.parametrize("link", [None, "symlink_to", "hardlink_to"])
-def test_an_input_is_no_output(tmp_path, link):
-    path = out = tmp_path / "own.yaml"
-    # A file that would be replaced if it were no input.
-    path.write_text(f"{WRITTEN}\n")
-    if link:
-        out = tmp_path / "layer.py"
-        getattr(out, link)(path)
-    for arguments in ([path, CHEAP[1]], [CHEAP[0], path], [*CHEAP, "--trace", path]):
-        done = advise(*arguments, "--out", out)
-        assert (done.exit_code, done.stdout) == (2, "")
-        assert done.stderr.startswith(f"error: --out is {out}; expected another path than ")
-        assert done.stderr.endswith(f" {path}, which it would replace\n")
-    assert path.read_text() == f"{WRITTEN}\n"

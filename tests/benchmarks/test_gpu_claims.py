@@ -28,15 +28,10 @@ def test_every_claim_is_listed_once_with_an_existing_source():
     assert not set(PARTS) & {claim.name for claim in claims}
 
 
-@pytest.mark.parametrize("holds", [True, False, None])
-def test_no_claim_is_reached_on_a_cpu(holds):
-    outcome, found = worker.outcome_of(Finding(holds, "12 us"), "cpu")
-    assert (outcome, found) == (NOT_REACHED, "on cpu: 12 us")
-
-
-def test_outcomes_on_a_gpu():
-    found = [worker.outcome_of(Finding(holds, ""), "gpu")[0] for holds in (True, False, None)]
-    assert found == [TRUE, FALSE, NOT_REACHED]
+@pytest.mark.parametrize(("holds", "outcome"), [(True, TRUE), (False, FALSE), (None, NOT_REACHED)])
+def test_a_claim_is_reached_on_a_gpu_alone(holds, outcome):
+    assert worker.outcome_of(Finding(holds, "12 us"), "cpu") == (NOT_REACHED, "on cpu: 12 us")
+    assert worker.outcome_of(Finding(holds, "12 us"), "gpu")[0] == outcome
 
 
 def test_a_second_run_checks_unreached_claims_and_those_asked_for(tmp_path):
@@ -65,10 +60,11 @@ def fake_start(path, script):
         names, run = arguments[2 : arguments.index("--run")], arguments[arguments.index("--run") + 1]
         for name in names:
             write_row(path, Row(name, NOT_REACHED, worker.RUNNING, 0.0, "", "", run))
-            if script[name] == "dies":
-                return -11
-            if script[name] == "hangs":
-                return None
+            match script[name]:
+                case "dies":
+                    return -11
+                case "hangs":
+                    return None
             write_row(path, row(name, FALSE if script[name] == "raises" else TRUE, run))
             if script[name] == "raises":
                 return 0
@@ -77,22 +73,21 @@ def fake_start(path, script):
     return start
 
 
-def test_a_crash_makes_its_claim_false_and_the_next_one_runs(tmp_path, monkeypatch):
-    path = tmp_path / "copies.json"
-    script = {"a": "ends", "b": "dies", "c": "raises", "d": "ends"}
+@pytest.mark.parametrize(
+    ("script", "outcomes", "found"),
+    [
+        (("ends", "dies", "raises", "ends"), [TRUE, FALSE, FALSE, TRUE], "the check ended its process with status -11"),
+        (("ends", "hangs", "ends"), [TRUE, NOT_REACHED, NOT_REACHED], "limit of 480 s"),
+    ],
+    ids=["after a crash the next one runs", "after the limit they keep their turn"],
+)
+def test_every_claim_of_a_part_has_an_outcome(tmp_path, monkeypatch, script, outcomes, found):
+    path, script = tmp_path / "copies.json", dict(zip("abcd", script, strict=False))
     monkeypatch.setattr(gpu, "start", fake_start(path, script))
     gpu.run_part("copies", list(script), path, dry_run=False)
     rows = read_rows(path)
-    assert [one.outcome for one in rows.values()] == [TRUE, FALSE, FALSE, TRUE]
-    assert rows["b"].found == "the check ended its process with status -11"
-
-
-def test_claims_after_the_limit_are_not_reached_and_keep_their_turn(tmp_path, monkeypatch):
-    path, script = tmp_path / "copies.json", {"a": "ends", "b": "hangs", "c": "ends"}
-    monkeypatch.setattr(gpu, "start", fake_start(path, script))
-    gpu.run_part("copies", list(script), path, dry_run=False)
-    assert [one.outcome for one in read_rows(path).values()] == [TRUE, NOT_REACHED, NOT_REACHED]
-    assert "limit of 480 s" in read_rows(path)["b"].found
+    assert [one.outcome for one in rows.values()] == outcomes
+    assert found in rows["b"].found
 
 
 def test_a_part_that_cannot_start_ends(tmp_path, monkeypatch):

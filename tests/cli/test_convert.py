@@ -93,28 +93,27 @@ def test_traces_of_megatron(tmp_path):
     np.testing.assert_array_equal(trace.counts, counts.reshape(4, 2, 2, 6)[:3, ::-1])
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (lambda rank, records: [], "layers are on [] ranks"),
-        (lambda rank, records: records if rank else [], "layers are on [1, 2] ranks"),
-        (lambda rank, records: [record | {"top_indices": [[6, 0]]} for record in records], "has expert 6 in step 10"),
-        (
-            lambda rank, records: [record | {"top_indices": [[0], [1, 2]]} for record in records],
-            "expected a router record",
-        ),
-        (lambda rank, records: [record | {"step": "1"} for record in records], "expected a router record"),
-        (lambda rank, records: ["[" * 10_000], "expected a router record"),
-        (lambda rank, records: [record | {"step": rank} for record in records], "no common step"),
-        (lambda rank, records: [record | {"step": 2**63} for record in records], "expected a router record"),
-        (lambda rank, records: [record | {"top_indices": [[2**70]]} for record in records], "expected a router record"),
-        # NumPy would pad 100,000 texts to a million characters each.
-        (
-            lambda rank, records: [records[0] | {"top_indices": [["x" * 10**6], *[["y"]] * 10**5]}],
-            "expected a router record",
-        ),
-    ],
-)
+def each(**change):
+    return lambda rank, records: [record | change for record in records]
+
+
+NO_RECORD = "expected a router record"
+MISFITS = [
+    (lambda rank, records: [], "layers are on [] ranks"),
+    (lambda rank, records: records if rank else [], "layers are on [1, 2] ranks"),
+    (lambda rank, records: [record | {"step": rank} for record in records], "no common step"),
+    (lambda rank, records: ["[" * 10_000], NO_RECORD),
+    (each(top_indices=[[6, 0]]), "has expert 6 in step 10"),
+    (each(top_indices=[[0], [1, 2]]), NO_RECORD),
+    (each(top_indices=[[2**70]]), NO_RECORD),
+    (each(step="1"), NO_RECORD),
+    (each(step=2**63), NO_RECORD),
+    # NumPy would pad 100,000 texts to a million characters each.
+    (lambda rank, records: [records[0] | {"top_indices": [["x" * 10**6], *[["y"]] * 10**5]}], NO_RECORD),
+]
+
+
+@pytest.mark.parametrize(("change", "expected"), MISFITS)
 def test_traces_of_megatron_that_do_not_fit(tmp_path, capsys, change, expected):
     write_megatron(tmp_path / "trace", change)
     assert expected in refusal(capsys, "convert", tmp_path / "trace", "--experts", 6, "--out", tmp_path / "out.npz")
@@ -193,10 +192,7 @@ HOSTILE = {
     "code inside": (archive(data_pkl=pickled([Nested()])), "its pickle uses __builtin__.dict"),
     "object": (archive(data_pkl=pickled(Path("a"), 4)), "its pickle has"),
     "instance": (archive(data_pkl=b"\x80\x02ccollections\nOrderedDict\n)\x81}b."), "its pickle has NEWOBJ"),
-    "a name of torch": (
-        archive(data_pkl=b"\x80\x02ctorch\nload\n(X\x01\x00\x00\x00atR."),
-        "uses torch.load",
-    ),
+    "a name of torch": (archive(data_pkl=b"\x80\x02ctorch\nload\n(X\x01\x00\x00\x00atR."), "uses torch.load"),
     "calling a storage": (archive(data_pkl=b"\x80\x02ctorch\nIntStorage\n)R."), "its pickle calls data"),
     "large memo": (archive(data_pkl=b"\x80\x02]r\xff\xff\xff\x7f."), "not a dump of an expert distribution"),
     "large bytes": (archive(data_pkl=b"\x80\x05\x96" + struct.pack("<Q", 1) + b"a."), "BYTEARRAY8"),

@@ -5,7 +5,6 @@ import os
 import typing
 from pathlib import Path
 
-import numpy as np
 import pytest
 import typer
 
@@ -176,12 +175,3 @@ def test_own_files_and_new_ones_are_written(suffix, tmp_path):
     empty.touch()
     for path in (own, empty, tmp_path / f"new{suffix}", Path("/dev/null"), Path("x" * 5000)):
         check_outputs([("INPUT", tmp_path / "other"), ("NULL", Path("/dev/null"))], [("--out", path, suffix)])
-
-
-def test_a_recording_survives_plan(tmp_path, capsys):
-    path = tmp_path / "counts.npy"
-    np.save(path, np.ones((2, 4), np.int32))
-    before = path.read_bytes()
-    message = refusal("plan", {"counts_file": str(path), "out": str(path)}, capsys)
-    assert message.startswith(f"error: --out is {path}; expected another path than COUNTS {path}")
-    assert path.read_bytes() == before

@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -217,14 +218,6 @@ def test_calibrate_writes_what_simulate_reads(capsys, tmp_path, monkeypatch):
     assert json.loads(output(capsys, "simulate", tmp_path / "machine.yaml", "--json"))["step_s"] > 0
 
 
-def test_calibrate_names_processes_together(capsys, tmp_path):
-    out = tmp_path / "machine.yaml"
-    for argv in (("--coordinator", "host:1"), ("--processes", "2"), ("--coordinator", "h:1", *JOINS, "--process", "3")):
-        assert "must be given together, with I at most N" in refusal(capsys, "calibrate", out, *argv)
-
-
-JOINS = ("--processes", "2")
-
 REFUSED = {
     "unknown system": (("--system", "ultra"), "--system is 'ultra'; expected one of eplb"),
     "slots of plain": (("--system", "plain", "--replica-slots", "2"), "--replica-slots is 2; expected none, as plain"),
@@ -246,36 +239,41 @@ def test_bad_options(capsys, config, name):
     assert message in refusal(capsys, "simulate", config, *argv)
 
 
-def test_slots_beyond_all_experts_are_refused_wherever_they_stand(capsys, config, tmp_path):
-    said = refusal(capsys, "advise", config, config, "--replica-slots", "7")
-    assert "--replica-slots is 7; expected at most 6, the experts without a home on the rank" in said
+FILES = {
+    ("simulate", "h100"): "near ones are h100_node, ",
+    ("simulate", "none.yaml"): "No such file",
+    ("simulate", "many.yaml"): "replica_slots is 100; expected at most 6",
+    ("simulate", "cluster.yaml"): "has no model",
+    (
+        "simulate",
+        "deepseek_v3",
+    ): "CONFIG deepseek_v3 has no cluster; expected a .yaml file with it, or one of the presets cpu",
+    ("simulate", "config.yaml", "--trace", "others.npy"): (
+        "has 4 ranks and 16 experts; expected the cluster's 4 ranks and the model's 8 experts"
+    ),
+    ("advise", "config.yaml", "config.yaml", "--trace", "flat.npy"): "counts has shape (4,)",
+    ("advise", "config.yaml", "config.yaml", "--replica-slots", "7"): (
+        "--replica-slots is 7; expected at most 6, the experts without a home on the rank"
+    ),
+    ("advise", "zz", "config.yaml"): "MODEL is 'zz'",
+    (
+        "advise",
+        "nvl72",
+        "mixtral_8x7b",
+    ): "CLUSTER mixtral_8x7b has no cluster; expected a .yaml file with it, or one of",
+    ("calibrate", "."): "OUT is",
+    ("calibrate", "out.yaml", "--ranks", "1"): "--ranks is 1",
+}
+TOGETHER = "must be given together, with I at most N"
+JOINS = ("--coordinator h:1", "--processes 2", "--coordinator h:1 --processes 2 --process 3")
+FILES |= {("calibrate", "out.yaml", *words.split()): TOGETHER for words in JOINS}
+
+
+@pytest.mark.parametrize("argv", FILES, ids=" ".join)
+def test_bad_files(capsys, config, argv, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "many.yaml").write_text(CONFIG + "replica_slots: 100\n")
-    assert "replica_slots is 100; expected at most 6" in refusal(capsys, "simulate", tmp_path / "many.yaml")
-
-
-def test_a_trace_of_another_model_is_refused(capsys, config, tmp_path):
-    np.save(tmp_path / "counts.npy", np.ones((4, 16), int))
-    error = refusal(capsys, "simulate", config, "--trace", tmp_path / "counts.npy")
-    assert "has 4 ranks and 16 experts; expected the cluster's 4 ranks and the model's 8 experts" in error
-    np.save(tmp_path / "counts.npy", np.ones(4, int))
-    assert "counts has shape (4,)" in refusal(capsys, "advise", config, config, "--trace", tmp_path / "counts.npy")
-
-
-def test_files_that_are_none(capsys, config, tmp_path):
-    said = refusal(capsys, "simulate", "h100")
-    assert "near ones are h100_node" in said
-    assert "presets are cpu_2_cores, dc4_10gbit" in said
-    assert "No such file" in refusal(capsys, "simulate", tmp_path / "none.yaml")
-    assert "MODEL is 'zz'" in refusal(capsys, "advise", "zz", config)
-    assert "CLUSTER mixtral_8x7b has no cluster" in refusal(capsys, "advise", "mixtral_8x7b", "mixtral_8x7b")
-    data = yaml.safe_load(CONFIG)
-    del data["model"]
-    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(data))
-    advised = refusal(capsys, "advise", "nvl72", "mixtral_8x7b")
-    assert "CLUSTER mixtral_8x7b has no cluster; expected a .yaml file with it, or one of the presets cpu_2" in advised
-    assert "qwen3_235b" not in advised
-    said = refusal(capsys, "simulate", "deepseek_v3")
-    assert "CONFIG deepseek_v3 has no cluster; expected" in said
-    assert "has no model" in refusal(capsys, "simulate", tmp_path / "cluster.yaml")
-    assert "OUT is" in refusal(capsys, "calibrate", tmp_path)
-    assert "--ranks is 1" in refusal(capsys, "calibrate", tmp_path / "out.yaml", "--ranks", "1")
+    (tmp_path / "cluster.yaml").write_text(re.sub("(?m)^model: .*$", "", CONFIG))
+    np.save(tmp_path / "others.npy", np.ones((4, 16), int))
+    np.save(tmp_path / "flat.npy", np.ones(4, int))
+    assert FILES[argv] in refusal(capsys, *argv)

@@ -129,6 +129,7 @@ def test_what_is_not_understood_is_named(written, name):
 
 def test_every_preset_can_be_read():
     assert {"h100_node", "cpu_2_cores", "nvl72", "h100_16_nodes", "dc4_10gbit", "mixtral_8x7b"} <= set(preset_names())
+    assert "qwen3_235b" in set(preset_names("model")) - set(preset_names("cluster"))
     for name in preset_names():
         config = load_config("CONFIG", name)
         assert config.model.build().layers > 0
