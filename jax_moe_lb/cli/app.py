@@ -16,7 +16,7 @@ from jax_moe_lb.balancers.base import LayerCost
 from jax_moe_lb.cli.advise import advise
 from jax_moe_lb.cli.compile import compile_command, tune_command
 from jax_moe_lb.cli.convert import convert, drift
-from jax_moe_lb.cli.doctor import balancers_table, diagnosis, facts_table, ops_table, products_table, version
+from jax_moe_lb.cli.doctor import diagnosis, facts_table, implementations_table, products_table, version
 from jax_moe_lb.cli.output import (
     BAD_INPUT,
     BalancerOption,
@@ -144,8 +144,10 @@ def doctor(as_json: Json = False) -> None:
         if as_json:
             print_json(found)
         else:
-            for table in (facts_table(found), balancers_table(found), ops_table(found), products_table(found)):
-                print_table(table)
+            print_table(facts_table(found))
+            print_table(implementations_table("balancer", found["balancers"]))
+            print_table(implementations_table("op", found["ops"]))
+            print_table(products_table(found))
 
 
 for command in (convert, simulate, advise, calibrate, drift):

@@ -101,8 +101,6 @@ def _registrations_state(module: ModuleType) -> str:
 
 
 PACKAGES = ("jax_moe_lb", "jax", "jaxlib", "flax", "numpy")
-CUSTOM_CALL_PLATFORMS = {"cpu": "cpu", "gpu": "cuda"}
-"""Platforms with custom calls, by JAX's name of the backend."""
 LOWERING_PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 """Lowering platforms, by JAX's name of the backend."""
 HOW_TO_MULTIPLY = {"custom call": HOW_TO_BUILD["cpu"], "tokamax.ragged_dot": "run pip install tokamax"}
@@ -197,18 +195,17 @@ def _of_balancer(name: str, backend: str) -> Implementation:
         return Implementation(name, "a callback on the host", "it plans with NumPy and SciPy", None)
     lowered = traced.lower(lowering_platforms=(LOWERING_PLATFORMS[backend],)).as_text()
     if calls := sorted(set(re.findall(r"moe_lb_plan_\w+", lowered))):
-        built = f"built for {CUSTOM_CALL_PLATFORMS[backend]}"
+        built = f"built for {LOWERING_PLATFORMS[backend]}"
         if any(call.endswith("_kernel") for call in calls):
             built += "; domains above 128 ranks, or too large for shared memory, plan on the host"
         return Implementation(name, f"custom call {', '.join(calls)}", built, None)
-    if backend in CUSTOM_CALL_PLATFORMS:
-        remedy = HOW_TO_BUILD[CUSTOM_CALL_PLATFORMS[backend]]
-        return Implementation(name, "a loop in jnp", "it runs on every backend; no custom call was built", remedy)
-    return Implementation(name, "a loop in jnp", "it runs on every backend", None)
+    remedy = HOW_TO_BUILD.get(LOWERING_PLATFORMS[backend])
+    why = "it runs on every backend" + "; no custom call was built" * (remedy is not None)
+    return Implementation(name, "a loop in jnp", why, remedy)
 
 
 def _implementation(op: OperationForms, backend: str) -> Implementation:
-    platform = CUSTOM_CALL_PLATFORMS[backend] if backend in op.backends else None
+    platform = LOWERING_PLATFORMS[backend] if backend in op.backends else None
     if platform and _custom_calls.is_built(platform):
         return Implementation(op.name, f"custom call moe_lb_{op.target}", f"built for {platform}", None)
     if op.name == GROUPED_FFN:
@@ -299,17 +296,8 @@ def facts_table(found: dict) -> Table:
     return table
 
 
-def balancers_table(found: dict) -> Table:
-    """Return a table with one row per balancer."""
-    return _implementations_table("balancer", found["balancers"])
-
-
-def ops_table(found: dict) -> Table:
-    """Return a table with one row per operation."""
-    return _implementations_table("op", found["ops"])
-
-
-def _implementations_table(kind: str, rows: list[dict]) -> Table:
+def implementations_table(kind: str, rows: list[dict]) -> Table:
+    """Return a table with one row per balancer or operation."""
     table = Table(box=SIMPLE_HEAD, show_lines=True)
     for header in (kind, "implementation", "why", "faster"):
         table.add_column(header, overflow="fold", no_wrap=header == kind)
