@@ -120,23 +120,23 @@ def test_a_program_runs_as_pasted(tmp_path):
     assert done.stdout.startswith("imbalance [")
 
 
-CHEAP = ("cpu_2_cores", "cpu_2_cores", "--imbalance", "1.5", "--replica-slots", "1")
-
-
-def advise(*arguments):
-    return CliRunner().invoke(app, ["advise", *map(str, arguments)])
+def advise(folder, *arguments):
+    """Advise two ranks by workloads of one layer, which are few simulations."""
+    cluster = folder / "cluster.yaml"
+    cluster.write_text("version: 1\ncluster: cpu_2_cores\nrouting: {layers: 1, imbalance: 1.5}\n")
+    argv = ["advise", "cpu_2_cores", str(cluster), "--replica-slots", "1", "--out", str(folder / "layer.py")]
+    done = CliRunner().invoke(app, [*argv, *arguments])
+    assert done.exit_code == 0, done.output
+    return done.stdout, (folder / "layer.py").read_text()
 
 
 @pytest.mark.slow
 def test_advise_prints_one_program_and_writes_it(tmp_path):
-    path = tmp_path / "layer.py"
-    done = advise(*CHEAP, "--out", path)
-    assert done.exit_code == 0, done.output
-    code = path.read_text()
+    said, code = advise(tmp_path)
     assert not undefined(code)
-    assert done.stdout.count(WRITTEN) == 1
-    assert code in done.stdout
-    lines = done.stdout.splitlines()
+    assert said.count(WRITTEN) == 1
+    assert code in said
+    lines = said.splitlines()
     assert "Best: exact(slots 1) + relocation + headroom 1.25." in lines
     reason = r"Not exact\(slots 2\), the default: one layer takes 1\.\d{3} x the time of exact\(slots 1\) .*"
     assert any(re.fullmatch(reason, line) for line in lines)
@@ -145,10 +145,9 @@ def test_advise_prints_one_program_and_writes_it(tmp_path):
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_the_program_is_the_same_in_json_and_replaces_an_earlier_one(tmp_path):
-    path = tmp_path / "layer.py"
-    path.write_text(f"{WRITTEN}: plain on 8 accelerators.\n")
-    found = json.loads(advise(*CHEAP, "--out", path, "--json").stdout)
+    (tmp_path / "layer.py").write_text(f"{WRITTEN}: plain on 8 accelerators.\n")
+    said, code = advise(tmp_path, "--json")
+    found = json.loads(said)
     programs = {row["system"]: row["usage"]["code"] for row in found["systems"]}
-    chosen = "plain" if found["leave_off"] else found["best"]
-    assert path.read_text() == programs[chosen]
+    assert code == programs["plain" if found["leave_off"] else found["best"]]
     assert all(not undefined(code) for code in programs.values())
