@@ -30,7 +30,7 @@ from jax_moe_lb import (
     rails,
 )
 from jax_moe_lb.balancers import EPLB, FEPLB, EPLBPlus, Exact, FasterMoE, Given, Greedy, HybridEP, Plain, RailS, UltraEP
-from jax_moe_lb.contrib import LPLB
+from jax_moe_lb.contrib import LPLB, MoonEP
 from jax_moe_lb.core import check_plan, load, plain_plan, traffic
 from jax_moe_lb.sim.planner_times import WITH_KERNEL, Place, planner_time, planning_s
 from jax_moe_lb.transport import Forward, MultiRailDispatch, Once, PeerCopy, Relay, TwoPhase
@@ -126,7 +126,9 @@ def host_plans(balancer, topology, num_experts, slots, num_tokens=50, seeds=3):
 
 
 @pytest.mark.parametrize(
-    "balancer", [EPLBPlus(), Exact(localize=False), FEPLB(), UltraEP(min_tokens=1)], ids=lambda b: type(b).__name__
+    "balancer",
+    [EPLBPlus(), Exact(localize=False), FEPLB(), Greedy(), MoonEP(), UltraEP(min_tokens=1)],
+    ids=lambda b: type(b).__name__,
 )
 def test_domains_are_planned_each_for_itself(balancer):
     """These plan by the totals of experts: tokens of other domains count, on any rank."""

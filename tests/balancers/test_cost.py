@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from benchmarks.layer.workloads import WORKLOADS
-from jax_moe_lb import Chain, Cost, Plan, System, TopK, Topology, exact
+from jax_moe_lb import Chain, Cost, Plan, System, Topology, exact
 from jax_moe_lb.balancers import Exact, Greedy, LayerCost
 from jax_moe_lb.balancers.cost import (
     busiest,
@@ -22,7 +21,7 @@ from jax_moe_lb.core import Level, check_plan, load, plain_plan, traffic
 from jax_moe_lb.sim import Cluster, Links, ModelShape
 from jax_moe_lb.sim.work import layer_facts
 from jax_moe_lb.transport import Relay
-from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
+from tests.layer_cases import make_mesh
 
 # The example of docs/systems/exact.md. Rank 1 falls from 15 token copies to the mean, 10, with one replica from each of
 # three ranks. At 100 bytes and 1000 operations per second, a replica takes `expert_bytes / 100` seconds and a
@@ -165,30 +164,6 @@ def test_in_shard_map_vmap_and_scan(axis_type):
     np.testing.assert_array_equal(scanned, want)
 
 
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_a_layer_with_weighed_plans_equals_the_dense_one(x64):
-    """Outputs and gradients, for workloads that are balanced and declined."""
-    case, mesh = Case(), make_mesh((8,), ("expert",))
-    levels = (Level("gpu", 8, bytes_per_s=100.0),)
-    topology = dataclasses.replace(
-        Topology.from_mesh(mesh, ("expert",), ranks_per_domain=8), levels=levels, flops_per_s=1000.0
-    )
-    kernel, experts = case.params("float64")
-    cost = Cost(expert_bytes=1000.0, token_flops=1000.0, token_bytes=0.0)
-    layer = with_gradients(sharded_moe(mesh, topology, System(Exact(cost=cost), replica_slots=2)))
-    dense, declined = dense_with_gradients(TopK(2)), set()
-    for workload in WORKLOADS:
-        x, mask = case.tokens(workload, 8, "float64")
-        target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), "float64")
-        (y, stats), gradients = layer(x, mask, kernel, experts, target)
-        (want, _), want_gradients = dense(x, mask, kernel, experts, target)
-        assert_close((y, gradients), (want, want_gradients), 1e-12)
-        homes = np.asarray(stats.counts).reshape(-1, 16).sum(0).reshape(8, 2).sum(1)
-        declined.add(bool((np.asarray(stats.load_after).reshape(-1) == homes).all()))
-    assert declined == {False, True}
-
-
 def test_tokens_that_are_worth_a_time():
     assert [min_saved(cost_s, 2.0) for cost_s in (0.0, 1.9, 2.0, 5.0, -2.0, -3.0)] == [1, 1, 2, 3, 0, -1]
     assert min_saved(1e300, 1e-300) == 2**31 - 1
@@ -202,16 +177,6 @@ def test_a_domain_is_as_fast_as_its_slowest_level():
     assert slowest_bytes_per_s(Topology(levels, 8), 1) == math.inf
     with pytest.raises(ValueError, match=r"Level\('dc'\).bytes_per_s is None; expected a finite rate"):
         slowest_bytes_per_s(Topology(levels, 8), 64)
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
-def test_bad_costs_are_named(value):
-    for name in ("expert_bytes", "token_flops"):
-        with pytest.raises(ValueError, match=f"^Cost.{name} is {value}; expected a finite number above 0"):
-            dataclasses.replace(FREE, **{name: value})
-    if value != 0:
-        with pytest.raises(ValueError, match=f"^Cost.planner_s is {value}; expected a finite number, at least 0"):
-            dataclasses.replace(FREE, planner_s=value)
 
 
 @pytest.mark.parametrize(
@@ -239,8 +204,6 @@ def test_plans_are_not_weighed_without_rates_unless_it_is_required():
     bare = dataclasses.replace(topology, levels=(Level("gpu", 4),))
     assert load(rebalance(counts, named, bare)).max() == 10
     assert load(rebalance(counts, dataclasses.replace(named, expert_bytes=10 * 270e9), bare)).max() == 15
-    with pytest.raises(ValueError, match=r"device is 'h1000'; expected one with rates: a100"):
-        Cost(device="h1000")
 
 
 MIXTRAL = LayerCost(8192, 352_321_536, 352_321_536, 8192, 352_321_536, slot_copies=256, device="h100")
@@ -361,11 +324,6 @@ def test_a_system_with_relays_prices_them():
     assert facts.relays == (4, 4, 2)
     assert exact().balancer.sized(facts).cost.relays == (4, 4, 2)
     assert layer_facts(exact(), MODEL, CLUSTER).relays is None
-
-
-def test_a_round_has_rows():
-    with pytest.raises(ValueError, match=r"^Cost.round_rows is 0; expected at least 1$"):
-        dataclasses.replace(FREE, round_rows=0)
 
 
 @pytest.mark.parametrize(("part", "shape"), [("relay", (4, 2)), ("rails", (4, 4, 1))])

@@ -108,22 +108,6 @@ def test_a_slot_that_is_taken_is_passed_over():
 
 
 @pytest.mark.slow
-def test_state_is_carried_through_a_scan():
-    steps = np.stack([draw(seed) for seed in range(5)])
-    balancer = EPLB(every=2)
-
-    def step(state, counts):
-        plan, state = balancer.rebalance(counts, plain_plan(counts, TOPOLOGY, SLOTS), TOPOLOGY, state)
-        return state, plan
-
-    state = jax.tree.map(jnp.asarray, balancer.init(steps[0].shape))
-    _, scanned = jax.jit(lambda state, steps: jax.lax.scan(step, state, steps))(state, steps)
-    for number, plan in enumerate(replay(balancer, steps)):
-        np.testing.assert_array_equal(scanned.placement[number], plan.placement)
-        np.testing.assert_array_equal(scanned.quota[number], plan.quota)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("balancer", "axis_type"),
     [
@@ -176,9 +160,3 @@ def test_a_history_of_another_shape_is_refused(state, message):
     counts = draw(0)
     with pytest.raises(ValueError, match=message):
         EPLB().rebalance(counts, plain_plan(counts, TOPOLOGY, SLOTS), TOPOLOGY, state)
-
-
-@pytest.mark.parametrize("every", [0, 46341])
-def test_bad_options_are_refused(every):
-    with pytest.raises(ValueError, match=rf"every is {every}; expected 1 to 46340 steps"):
-        EPLB(every)

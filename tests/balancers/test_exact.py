@@ -1,5 +1,4 @@
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -95,18 +94,3 @@ def test_relays_of_dropped_replicas_are_dropped():
     relay = np.zeros_like(start.placement)
     plan, _ = Exact().rebalance(counts, Plan(start.placement, start.quota, relay, domain=2), Topology.flat(2), ())
     assert plan.relay is None
-
-
-def test_jitted_and_host_plans_are_equal():
-    counts, topology = WORKLOADS[1].counts(0, 8, 512, 16, 2), Topology.flat(8)
-    jitted = jax.jit(lambda c: Exact().rebalance(c, plain_plan(c, topology, 4), topology, ())[0])(jnp.asarray(counts))
-    host = plan_for(counts, slots=4)
-    np.testing.assert_array_equal(jitted.placement, host.placement)
-    np.testing.assert_array_equal(jitted.quota, host.quota)
-
-
-@pytest.mark.parametrize("options", [{"eps": -0.01}, {"eps": float("inf")}, {"max_fan_out": -1}])
-def test_bad_options_are_refused(options):
-    ((name, value),) = options.items()
-    with pytest.raises(ValueError, match=rf"{name} is {value}; expected"):
-        Exact(**options)

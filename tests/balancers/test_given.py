@@ -57,8 +57,6 @@ def test_replicas_without_a_slot_are_left_out():
 def test_plans_of_another_number_are_refused():
     with pytest.raises(ValueError, match=r"plans.quota has shape \(4, 16, 8\); expected \[P, E, R\] with P = 3"):
         Given(3).follow(PLANS)
-    with pytest.raises(ValueError, match="number is 0; expected at least 1"):
-        Given(0)
     with pytest.raises(ValueError, match=r"counts has shape \(0, 8, 16\); expected at least one microbatch"):
         plan_all(Exact(), COUNTS[:0], TOPOLOGY, SLOTS)
 

@@ -16,26 +16,10 @@ def plan_for(counts, domain=None, slots=None, **options):
     return plan
 
 
-def test_the_worked_example_of_its_page():
-    counts = np.diag([10, 2, 4, 0]).astype(np.int32)
-    plan = plan_for(counts, slots=2)
-    assert plan.quota[0].tolist() == [4, 2, 0, 4]
-    assert load(plan).tolist() == [4, 4, 4, 4]
-    assert plan.placement[:, 1].tolist() == [-1, 0, -1, 0]
-
-
 def test_one_expert_with_all_tokens_is_shared_by_all():
     counts = np.zeros((8, 8), np.int32)
     counts[:, 3] = 100
     assert load(plan_for(counts, slots=2)).tolist() == [100] * 8
-
-
-@pytest.mark.slow
-def test_without_free_slots_nothing_moves():
-    counts = WORKLOADS[1].counts(0, 8, 100, 16, 2)
-    plan = plan_for(counts, slots=2)
-    assert int(traffic(plan, counts).replicas) == 0
-    np.testing.assert_array_equal(plan.quota, plain_plan(counts, Topology.flat(8)).quota)
 
 
 @pytest.mark.slow
@@ -65,16 +49,3 @@ def test_it_comes_near_the_mean_with_two_slots(name):
         before = imbalance(load(plain_plan(counts, Topology.flat(32))))
         after = float(imbalance(load(plan_for(counts, slots=4))))
         assert after <= 1.05 < before
-
-
-def test_domains_are_balanced_each_for_itself():
-    counts = WORKLOADS[2].counts(0, 16, 512, 64, 4)
-    plan = plan_for(counts, domain=4, slots=8)
-    totals = counts.sum(0).reshape(4, 16).sum(1)
-    np.testing.assert_array_equal(np.asarray(load(plan)).reshape(4, 4).sum(1), totals)
-    assert (np.asarray(load(plan)).reshape(4, 4).max(1) <= -(-totals // 4)).all()
-
-
-def test_bad_options_are_refused():
-    with pytest.raises(ValueError, match=r"min_tokens is 0; expected at least 1"):
-        Greedy(min_tokens=0)

@@ -131,10 +131,3 @@ def test_means_of_the_published_simulations():
             )
         )
     np.testing.assert_allclose(np.mean(results, axis=0), [1.03, 45, 6.8, 96.0, 98.4], rtol=0.02)
-
-
-@pytest.mark.parametrize("options", [{"eps": -0.01}, {"eps": 1.5}, {"min_tokens": 0}])
-def test_bad_options_are_refused(options):
-    ((name, value),) = options.items()
-    with pytest.raises(ValueError, match=rf"{name} is {value}; expected"):
-        UltraEP(**options)

@@ -13,14 +13,6 @@ from tests.contrib.plans import plan_for
 COUNTS = np.diag([9, 6, 5, 4, 1, 3, 2, 2]).reshape(4, 2, 8).sum(1).astype(np.int32)
 
 
-def test_the_worked_example_of_its_page():
-    plan = plan_for(EPIC(), COUNTS, 3)
-    assert plan.placement[:, 2].tolist() == [6, 5, 2, 0]
-    assert load(plan).tolist() == [8, 7, 6, 11]
-    # Both experts of a pair are served by the other rank alone.
-    assert plan.quota[[0, 6]].tolist() == [[0, 0, 0, 9], [2, 0, 0, 0]]
-
-
 def test_a_swap_must_save_more_than_it_takes():
     # The pairs fall from 15 to 11 and from 9 to 7.
     assert load(plan_for(EPIC(min_saved=2), COUNTS, 3)).tolist() == [8, 7, 6, 11]
@@ -47,8 +39,3 @@ def test_no_other_swap_of_a_pair_is_better(domain):
         if domain % 2:
             middle = order[domain // 2]
             assert after[middle] == tokens[middle].sum()
-
-
-def test_bad_options_are_refused():
-    with pytest.raises(ValueError, match="min_saved is 0; expected at least 1"):
-        EPIC(min_saved=0)

@@ -136,24 +136,3 @@ def test_it_balances_a_mild_skew_and_not_one_hot_expert():
 def test_large_counts():
     counts = np.diag([2**31 - 1, 0, 0]).astype(np.int32)
     assert sorted(load(replay(LPLB(), [counts], slots=2)[0]).tolist()) == [0, 2**30 - 1, 2**30]
-
-
-def test_a_history_of_another_shape_is_refused():
-    counts = WORKLOADS[0].counts(0, 4, 10, 8, 2)
-    topology = Topology.flat(4)
-    with pytest.raises(
-        ValueError, match=r"state.history.whole is int32\[16\]; expected int32\[8\], for counts \[4, 8\]"
-    ):
-        LPLB().rebalance(counts, plain_plan(counts, topology), topology, LPLB().init((4, 16)))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"every": 0}, r"every is 0; expected 1 to 46340 steps"),
-        ({"distances": (1, 0)}, r"distances of slot 1 is 0; expected at least 1"),
-    ],
-)
-def test_bad_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        LPLB(**options)

@@ -38,9 +38,3 @@ def test_hottest_experts_go_first_and_stay_without_a_slot():
     plan = plan_for(MoonEP(), counts, 5)
     assert load(plan).tolist() == [12, 6]
     assert (plan_for(MoonEP(), counts, 6).quota.sum(0) == 9).all()
-
-
-def test_domains_are_planned_each_for_itself():
-    counts = WORKLOADS[1].counts(0, 8, 512, 16, 2)
-    served = load(plan_for(MoonEP(), counts, 4, domain=4)).reshape(2, 4)
-    assert (np.ptp(served, axis=1) <= 1).all()

@@ -46,9 +46,3 @@ def test_with_a_gate(activation, formula):
 )
 def test_without_a_gate(activation, formula):
     np.testing.assert_allclose(activation(jnp.asarray(UP, jnp.float32)), formula(UP), rtol=1e-5, atol=1e-5)
-
-
-def test_a_clamp_has_a_limit():
-    assert ClampedSwiGLU() == ClampedSwiGLU(7.0, 1.702)
-    with pytest.raises(ValueError, match=r"limit is 0\.0; expected above 0"):
-        ClampedSwiGLU(limit=0.0)

@@ -34,35 +34,6 @@ def test_a_topology_is_a_static_argument():
     assert hash(Topology.from_mesh(mesh)) == hash(Topology.from_mesh(mesh))
 
 
-@pytest.mark.parametrize(
-    ("axis", "options", "message"),
-    [
-        ("ep", {}, r"expert_axis names 'ep'; expected an axis of the mesh, one of \('data', 'expert'\)"),
-        (("expert", "expert"), {}, r"expert_axis is \('expert', 'expert'\); expected one to three distinct"),
-        ((), {}, r"expert_axis is \(\); expected one to three distinct"),
-        ("expert", {"ranks_per_domain": 3}, r"ranks_per_domain is 3; expected a divisor of the 4 ranks"),
-        ("expert", {"ranks_per_domain": 0}, r"ranks_per_domain is 0; expected at least 1"),
-        ("expert", {"rails_per_node": 0}, r"rails_per_node is 0; expected at least 1"),
-        ("expert", {"bytes_per_s": (1.0, 2.0)}, r"bytes_per_s has 2 values; expected one per expert axis"),
-        ("expert", {"bytes_per_s": (0.0,)}, r"bytes_per_s is 0.0; expected > 0"),
-        ("expert", {"latency_s": (-1.0,)}, r"latency_s is -1.0; expected >= 0"),
-        ("expert", {"flops_per_s": -1.0}, r"flops_per_s is -1.0; expected > 0"),
-    ],
-)
-def test_bad_topologies_are_refused(axis, options, message):
-    with pytest.raises(ValueError, match=message):
-        Topology.from_mesh(make_mesh((2, 4), ("data", "expert")), axis, **options)
-
-
-def test_bad_levels_are_refused():
-    with pytest.raises(ValueError, match=r"Level.name is 'rack'; expected one of"):
-        Level("rack", 2)
-    with pytest.raises(ValueError, match=r"levels are \['gpu', 'node'\]; expected some of .* in this order"):
-        Topology((Level("gpu", 2), Level("node", 2)), 2)
-    with pytest.raises(ValueError, match=r"num_ranks is 0; expected at least 1"):
-        Topology.flat(0)
-
-
 def test_data_axes_are_said_or_all_others():
     mesh = AbstractMesh((2, 2, 2), ("data", "expert", "tensor"))
     assert Topology.from_mesh(mesh).data_axes == ("data", "tensor")

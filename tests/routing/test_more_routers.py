@@ -86,19 +86,6 @@ def test_inputs_of_several_experts_are_not_scaled():
         nnx.eval_shape(layer, jnp.zeros((4, WIDTH)))
 
 
-def test_bad_routers_are_refused():
-    with pytest.raises(ValueError, match="token_ids is None; expected the ids"):
-        HashRouter(1)(LOGITS)
-    with pytest.raises(ValueError, match="num_experts_per_tok is 9; expected at most 8"):
-        HashRouter(9)(LOGITS, info=TokenInfo(ids=jnp.zeros(32, jnp.int32)))
-    with pytest.raises(ValueError, match="num_experts_per_tok is 3; expected 1 to max_experts_per_tok = 2"):
-        ExpertChoice(3, max_experts_per_tok=2)
-    with pytest.raises(ValueError, match=r"std is -1\.0; expected a finite number, at least 0"):
-        NoisyTopK(TopK(1), std=-1.0)
-    with pytest.raises(ValueError, match=r"capacity_factor is 0\.0; expected a finite number above 0"):
-        TopK(2, capacity_factor=0.0)
-
-
 @pytest.mark.slow
 def test_noise_moves_the_choice_and_not_the_weights():
     router = NoisyTopK(TopK(2, renormalise=False), std=1.0)
