@@ -416,6 +416,14 @@ REFUSED = {
     "moe of a system's name": (partial(a_rank, system="exact"), "system is 'exact'; expected an instance of System"),
     "moe of a kernel": (partial(a_rank, params=lambda: jnp.ones((8, 4))), "params is "),
     "moe of a mask": (partial(a_rank, tokens=lambda: jnp.ones(16, bool)), "tokens is "),
+    "moe with experts of other ranks": (
+        partial(a_rank, params=lambda: MoEParams(jnp.ones((8, 6)), Experts(jnp.ones((2, 8, 4)), jnp.ones((2, 4, 8))))),
+        "experts holds 2 experts on each of 2 ranks; expected 6 in all",
+    ),
+    "moe with experts of another width": (
+        partial(a_rank, params=lambda: MoEParams(jnp.ones((8, 4)), Experts(jnp.ones((2, 5, 4)), jnp.ones((2, 4, 5))))),
+        "x has width 8 and experts.up 5; expected 8, as in the router's kernel",
+    ),
     "moe with a short mask": (
         partial(a_rank, tokens=lambda: TokenInfo(jnp.ones(15, bool))),
         "mask has shape (15,); expected [16",

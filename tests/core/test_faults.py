@@ -105,25 +105,33 @@ def recording_layer(router):
     return jax.jit(sharded_moe(*flat(), greedy(2), router))
 
 
-def out_of_range(logits, bias, info):
-    routing = TopK(2)(logits, bias, info)
-    bad = (info.position == 30)[:, None]
-    return replace(routing, experts=jnp.where(bad, 99, routing.experts))
+@dataclass(frozen=True)
+class OutOfRange:
+    """Router that chooses an expert that does not exist for one token."""
+
+    expert: int
+
+    def __call__(self, logits, bias, info):
+        routing = TopK(2)(logits, bias, info)
+        bad = (info.position == 30)[:, None]
+        return replace(routing, experts=jnp.where(bad, self.expert, routing.experts))
+
+
+NOT_FINITE = "router logits of rank 1 give weights that are not finite; expected finite logits"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("router", "value", "says"),
     [
+        pytest.param(TopK(2), np.nan, NOT_FINITE, marks=pytest.mark.thorough),
+        (TopK(2), np.inf, NOT_FINITE),
+        (OutOfRange(99), 0.0, r"expert ids of rank 1 include 99 \(2 bad ones\); expected 0 to 15, or -1 for no expert"),
         pytest.param(
-            TopK(2),
-            np.nan,
-            "router logits of rank 1 give weights that are not finite; expected finite logits",
-            marks=pytest.mark.thorough,
+            OutOfRange(-5), 0.0, r"expert ids of rank 1 include -5 \(2 bad ones\)", marks=pytest.mark.thorough
         ),
-        (out_of_range, 0.0, r"expert ids of rank 1 include 99 \(2 bad ones\); expected 0 to 15, or -1 for no expert"),
     ],
-    ids=["not finite", "out of range"],
+    ids=["nan", "infinite", "too high", "too low"],
 )
 def test_bad_routing_gets_no_expert_and_is_told(router, value, says):
     x, mask, kernel, experts, _ = arguments()

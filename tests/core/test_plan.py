@@ -42,25 +42,6 @@ def test_nearest_first_is_the_split_rule(case):
         np.testing.assert_array_equal(arrivals(counts, plan.quota, rank, plan.domain), expected[:, :, rank].T)
 
 
-@pytest.mark.slow
-def test_nearest_first_is_the_same_in_jax():
-    rng = np.random.default_rng(0)
-    counts = rng.integers(0, 50, (8, 16)).astype(np.int32)
-    _, quota = random_plan(rng, counts, 4, 4)
-    rows = jax.jit(jax.vmap(nearest_first, (None, None, 0, None)), static_argnums=3)
-    got = rows(jnp.asarray(counts), jnp.asarray(quota), jnp.arange(8, dtype=jnp.int32), 4)
-    np.testing.assert_array_equal(got, split(counts, quota, 4))
-
-
-@pytest.mark.slow
-def test_nearest_first_holds_no_more_than_rows():
-    """No temporary has shape [E, R, R]: their size is a few times the [E, R] of the arguments."""
-    shape = jax.ShapeDtypeStruct((256, 256), jnp.int32)
-    rank = jax.ShapeDtypeStruct((), jnp.int32)
-    compiled = jax.jit(nearest_first, static_argnums=3).lower(shape, shape, rank, 8).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 64 * 256 * 256 * 4
-
-
 def test_own_rank_own_domain_own_offset_then_anywhere():
     counts = np.array([[6, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]], np.int32)
     quota = np.array([[1, 2, 2, 1], [0] * 4, [0] * 4, [0] * 4], np.int32)

@@ -1,5 +1,4 @@
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -24,7 +23,7 @@ from jax_moe_lb import (
 from jax_moe_lb.balancers import Exact, Greedy, LayerCost, RailS, UltraEP
 from jax_moe_lb.core import load, plain_plan
 from jax_moe_lb.planners.exact_search import exact_in_jax
-from tests.layer_cases import assert_close, make_mesh
+from tests.layer_cases import make_mesh
 
 
 @pytest.mark.parametrize(
@@ -63,25 +62,6 @@ def test_what_is_left_to_the_layer_is_derived_from_its_sizes():
     counts = np.ones((2, 2), np.int32)
     with pytest.raises(ValueError, match=r"Cost.token_flops is None; expected a number outside a layer"):
         Exact(cost=Cost()).rebalance(counts, plain_plan(counts, Topology.flat(2), 2), Topology.flat(2), ())
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_small_layers_of_ultraep_are_level():
-    """With 64 copies per rank, the published minimum of 1024 would prevent all moves."""
-    mesh = make_mesh((8,), ("expert",))
-    skewed = jnp.zeros((8, 16)).at[:, :2].set(4.0)
-    layer, reference = (
-        MoE(8, 16, TopK(2), mesh=mesh, system=s, experts=ExpertConfig(8), rngs=nnx.Rngs(0))
-        for s in (ultraep(2), "plain")
-    )
-    for one in (layer, reference):
-        one.kernel[...] += skewed
-    x = jnp.abs(jax.random.normal(jax.random.key(0), (256, 8)))
-    y, stats = nnx.jit(lambda layer, x: layer(x))(layer, x)
-    assert_close(y, nnx.jit(lambda layer, x: layer(x)[0])(reference, x), 1e-5)
-    assert float(stats.imbalance_before[0]) > 3
-    assert float(stats.imbalance_after[0]) < 1.2
 
 
 @pytest.mark.slow

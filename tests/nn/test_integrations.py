@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import jax_moe_lb
-from jax_moe_lb import ExpertConfig, MoE, TopK, Topology, systems
+from jax_moe_lb import Topology, systems
 
 
 def mesh_of(axis_type=AxisType.Auto):
@@ -125,17 +125,6 @@ def test_blocks_that_cannot_be_replaced_are_named():
 
     with pytest.raises(ValueError, match=r"model\.0 is a .*SparseMoe; expected one of maxtext\.layers\.moe\.RoutedMoE"):
         jax_moe_lb.balance(nnx.List([SparseMoe()]), mesh=mesh_of())
-
-
-@pytest.mark.slow
-def test_models_without_blocks_are_refused():
-    with pytest.raises(ValueError, match="Linear without MoE blocks"):
-        jax_moe_lb.balance(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), mesh=mesh_of())
-    mesh = jax.make_mesh((4,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-    layer = MoE(8, 4, TopK(1), mesh=mesh, experts=ExpertConfig(8), rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="MoE without MoE blocks"):
-        jax_moe_lb.balance(layer, mesh=mesh)
-    assert type(layer) is MoE
 
 
 def test_another_system_replaces_the_first():

@@ -1,7 +1,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -9,21 +8,16 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax_moe_lb import (
     ExpertConfig,
     Experts,
-    Losses,
     MoE,
-    SharedExpert,
     TopK,
     Topology,
-    exact,
     plain,
-    router_loss,
 )
 from jax_moe_lb.layer import CHECKPOINT_NAMES
 from jax_moe_lb.layer.systems import eplb
 from jax_moe_lb.nn.variables import BalancerState
 from tests.layer_cases import assert_close, make_mesh
 from tests.nn.moe_cases import (
-    BIASED,
     INNER,
     NUM_EXPERTS,
     WIDTH,
@@ -32,35 +26,8 @@ from tests.nn.moe_cases import (
     gradients,
     make,
     tokens,
-    values_and_gradients,
 )
 from tests.oracle import dense_moe
-
-
-@pytest.mark.slow
-def test_the_layer_equals_a_dense_one():
-    mesh = make_mesh((2, 4), ("data", "expert"))
-    layer = make(mesh, router=BIASED, shared=SharedExpert(12))
-    reference = make(make_mesh((1,), ("expert",)), router=BIASED, shared=SharedExpert(12))
-    x = tokens(mesh, PartitionSpec(("data", "expert")))
-    y, stats, got = values_and_gradients(layer, x)
-    assert_close(y, dense_layer(reference, tokens()), 1e-5)
-    assert stats.counts.shape[0] == 2
-    assert_close(got, nnx.to_pure_dict(gradients(dense_layer, reference, tokens())), 1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("system", [pytest.param("greedy", marks=pytest.mark.thorough), "feplb"])
-@pytest.mark.thorough
-def test_axes_that_are_neither_the_groups_nor_the_datas_do_the_same(system):
-    mesh = make_mesh((2, 2, 2), ("data", "expert", "tensor"))
-    topology = Topology.from_mesh(mesh, data_axes="data")
-    layer = make(mesh, system, topology=topology)
-    reference = make(make_mesh((1,), ("expert",)))
-    y, stats, got = values_and_gradients(layer, tokens())
-    assert_close(y, dense_layer(reference, tokens()), 1e-5)
-    assert stats.counts.shape == (2, 2, NUM_EXPERTS)
-    assert_close(got, nnx.to_pure_dict(gradients(dense_layer, reference, tokens())), 1e-5)
 
 
 @pytest.mark.slow
@@ -95,15 +62,6 @@ def test_it_works_where_some_axes_are_manual_already():
         jax.eval_shape(stages, state)
 
 
-@pytest.mark.slow
-def test_a_system_has_a_name_and_a_mesh_a_topology():
-    mesh = make_mesh((2, 4), ("data", "expert"))
-    layer = MoE(WIDTH, NUM_EXPERTS, TopK(2), mesh=mesh, system="exact", experts=ExpertConfig(INNER), rngs=nnx.Rngs(0))
-    assert (layer.system, layer.topology) == (exact(dispatch="direct"), Topology.from_mesh(mesh))
-    with pytest.raises(ValueError, match=r"system is 'exactly'; expected one of eplb, eplb_plus, exact, "):
-        MoE(WIDTH, NUM_EXPERTS, TopK(2), mesh=mesh, system="exactly", experts=ExpertConfig(INNER), rngs=nnx.Rngs(0))
-
-
 @pytest.mark.thorough
 def test_a_decode_step_needs_no_buffers_of_training():
     layer = make(make_mesh((8,), ("expert",)))
@@ -113,30 +71,6 @@ def test_a_decode_step_needs_no_buffers_of_training():
         step = jax.jit(lambda x: layer(x)[0]).lower(x).compile()
         temporaries.append(step.memory_analysis().temp_size_in_bytes)
     assert temporaries[0] < temporaries[1] / 100
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_a_training_step_needs_no_masks():
-    """The optimizer updates parameters only; the bias has its own update rule."""
-    layer = make(make_mesh((8,), ("expert",)), router=BIASED, losses=Losses(switch=1e-2))
-    optimizer = nnx.Optimizer(layer, optax.adamw(1e-2), wrt=nnx.Param)
-
-    @nnx.jit
-    def step(layer, optimizer, x):
-        def loss(layer):
-            y, stats = layer(x)
-            return jnp.square(y - 1).mean() + router_loss(stats), stats
-
-        (value, stats), gradient = nnx.value_and_grad(loss, has_aux=True)(layer)
-        optimizer.update(layer, gradient)
-        layer.update_bias(stats)
-        return value
-
-    with jax.numpy_dtype_promotion("standard"):  # for optax's own arithmetic
-        losses = [float(step(layer, optimizer, tokens())) for _ in range(12)]
-    assert losses[-1] < 0.8 * losses[0]
-    assert float(jnp.abs(layer.bias[...]).max()) > 0
 
 
 @pytest.mark.thorough
@@ -202,15 +136,6 @@ def test_embedding_gradients_of_any_number_of_tokens(num_tokens):
 
     gradient = nnx.jit(nnx.grad(loss), static_argnums=2)
     assert_close(gradient(embedding, layer, forward), gradient(embedding, layer, dense_layer), 1e-5)
-
-
-@pytest.mark.slow
-def test_masked_tokens_get_zero():
-    layer, x = make(make_mesh((8,), ("expert",))), tokens()
-    mask = jnp.arange(64).reshape(16, 4) % 3 > 0
-    y, stats = nnx.jit(lambda layer, x, mask: layer(x, mask))(layer, x, mask)
-    assert (y[~mask] == 0).all()
-    assert int(stats.counts.sum()) == 2 * int(mask.sum())
 
 
 @pytest.mark.slow

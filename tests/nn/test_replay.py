@@ -182,9 +182,10 @@ def test_given_experts_that_do_not_fit_are_refused():
 @pytest.mark.slow
 def test_a_linen_layer_takes_and_returns_experts():
     mesh = make_mesh((2,), ("expert",))
-    layer = as_linen(WIDTH, NUM_EXPERTS, TopK(2), mesh=mesh, experts=ExpertConfig(INNER))
+    layer = as_linen(WIDTH, NUM_EXPERTS, TopK(2, selection_bias=True), mesh=mesh, experts=ExpertConfig(INNER))
     x = jax.random.normal(jax.random.key(0), (2, 4, WIDTH))
     (y, _, experts), variables = layer.init_with_output(jax.random.key(1), x, return_routing=True)
+    assert {"params", "RouterBias"} <= set(variables)
     assert_close(layer.apply(variables, x, experts=experts)[0], y, 1e-6)
     other = (experts + 1) % NUM_EXPERTS
     assert jnp.abs(layer.apply(variables, x, experts=other)[0] - y).max() > 1e-3

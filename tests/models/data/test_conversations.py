@@ -1,14 +1,13 @@
 """Conversations in rows: whole, by best fit, with padding that is not predicted."""
 
 import dataclasses
-import json
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from models.data.chat import Example
-from models.data.corpus import CHUNKS_OF_SHORT_TEXT, Batches, Conversations, Corpus, Part, best_fit, joined
+from models.data.corpus import CHUNKS_OF_SHORT_TEXT, Conversations, Corpus, Part, best_fit, joined
 from models.data.marks import CONTEXT, PADDING, are_predicted, segments, words
 
 
@@ -136,35 +135,9 @@ def test_fingerprints_depend_on_content():
     assert Conversations.of(some([5, 6, 7])).fingerprint in prints
 
 
-@pytest.fixture
-def corpus():
-    """Return a corpus of text and conversations in one part, and conversations in another."""
-    sizes = np.random.default_rng(3).integers(2, 30, 80)
-    text = joined([np.arange(200)])
-    parts = Part((text, Conversations.of(some(sizes))), 3.0, ""), Part((Conversations.of(some(sizes[:30])),), 1.0, "")
-    return Corpus(parts, vocab_size=80_000)
-
-
-@pytest.mark.parametrize("num_processes", [1, 2])
-def test_processes_read_their_rows_and_resume_in_other_numbers(corpus, num_processes):
-    want = [corpus.batch(7, step, 4, 16) for step in range(1, 7)]
-    options = {"seed": 7, "batch_size": 4, "sequence_length": 16}
-    with Batches(corpus, **options, rows=range(4)) as before:
-        for batch in want[:2]:
-            np.testing.assert_array_equal(next(before), batch)
-        state = json.loads(json.dumps(before.state()))
-    per_process = 4 // num_processes
-    for process in range(num_processes):
-        rows = range(process * per_process, (process + 1) * per_process)
-        with Batches(corpus, **options, rows=rows) as mine:
-            mine.restore(state)
-            for batch in want[2:]:
-                np.testing.assert_array_equal(next(mine), batch[rows.start : rows.stop])
-
-
-def test_text_beside_conversations_keeps_its_windows(corpus):
-    alone = Part((joined([np.arange(200)]),), 1.0, "").sequences(False, 16)
-    both = corpus.parts[0].sequences(False, 16)
+def test_text_beside_conversations_keeps_its_windows():
+    text, talks = joined([np.arange(200)]), Conversations.of(some(np.random.default_rng(3).integers(2, 30, 80)))
+    alone, both = (Part(streams, 1.0, "").sequences(False, 16) for streams in ((text,), (text, talks)))
     assert len(both) > len(alone) == 11
     np.testing.assert_array_equal([both[i] for i in range(11)], [alone[i] for i in range(11)])
     assert all(both[i][0] < 0 for i in range(11, len(both)))

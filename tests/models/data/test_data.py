@@ -10,6 +10,7 @@ from models.data.corpus import (
     CHUNK_TOKENS,
     CHUNKS_PER_CYCLE,
     Batches,
+    Conversations,
     Corpus,
     Part,
     Stream,
@@ -21,6 +22,7 @@ from models.data.corpus import (
 from models.data.sources import corpus_from, default_corpus
 from models.data.tokenizers import TokenizerFile
 from models.mesh import batch_sharding, make_mesh
+from tests.models.data.test_conversations import some
 
 
 def whole(stream, held_out):
@@ -83,7 +85,12 @@ def test_parts_take_turns_by_weight():
 
 @pytest.fixture
 def corpus():
-    return Corpus((Part((numbered(400),), 3.0, ""), Part((numbered(300, 400),), 1.0, "")), vocab_size=700)
+    """Return a corpus of text and conversations in one part, and text in another."""
+    parts = (
+        Part((numbered(400), Conversations.of(some([5, 9, 16, 3] * 5))), 3.0, ""),
+        Part((numbered(300, 400),), 1.0, ""),
+    )
+    return Corpus(parts, vocab_size=80_000)
 
 
 def batches(corpus, rows):

@@ -167,22 +167,6 @@ def test_the_kernel_looks_after_a_machine_that_vanished():
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
-def test_a_process_that_does_not_come_ends_those_that_wait():
-    port = free_port()
-    waiting = [start("models.train", *place(port, 3, i), *multi_process(join_timeout_s=3)) for i in range(2)]
-    for code, output, errors in end(waiting, MAX_WAIT_S):
-        assert (code, output) == (2, "")
-        line = "error: multi_process.num_processes is 3, but process 2 did not connect to "
-        line += f"127.0.0.1:{port} within 3 s; expected "
-        assert errors.splitlines() == [
-            f"waiting for 3 processes at 127.0.0.1:{port}, at most 3 s",
-            errors.splitlines()[1],
-        ]
-        assert errors.splitlines()[1].startswith(line)
-
-
-@pytest.mark.slow
 def test_a_process_that_does_not_come_is_named_to_those_that_wait():
     port, until, lines = free_port(), time.monotonic() + 2, []
 

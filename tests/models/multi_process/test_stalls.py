@@ -10,7 +10,6 @@ import time
 
 import pytest
 
-from models.config import MultiProcessConfig
 from models.multi_process.rendezvous import relay_to
 from models.multi_process.stalls import (
     BEAT_S,
@@ -137,12 +136,6 @@ def test_a_stall_that_is_detected_late_has_one_line():
     lines = StallLines(None)
     shown = [age for age in range(300, 700) if lines.line(Stall("waiting", age, 1))]
     assert shown == [300, 320, 640]
-
-
-@pytest.mark.parametrize("value", [0, 9, float("inf"), float("nan")])
-def test_timeouts_out_of_range_are_refused(value):
-    with pytest.raises(ValueError, match=r"stall_timeout_s is .*; expected a finite number of at least 10, or None"):
-        MultiProcessConfig(stall_timeout_s=value)
 
 
 def test_the_relay_hides_a_closed_connection_and_passes_on_the_rest():

@@ -354,25 +354,6 @@ def test_a_finished_run_without_readable_counts_is_resumed_with_a_line(copied, c
 
 
 @pytest.mark.thorough
-def test_a_run_that_is_stopped_has_a_checkpoint_of_its_last_step(tmp_path):
-    class StoppedAfterThreeSteps:
-        name = "SIGTERM"
-        times_asked = 0
-
-        def requested(self):
-            self.times_asked += 1
-            return self.times_asked > 3
-
-    assert execute(prepare(CONFIG, CORPUS, tmp_path), Console(quiet=True), StoppedAfterThreeSteps()) == {}
-    folder = RunFolder(tmp_path)
-    last = folder.rows("step")[-1]["step"]
-    assert 0 < last < CONFIG.steps
-    assert steps_in(folder.checkpoints)[0] == last
-    assert len(folder.read_counts()["steps"]) == last
-    assert (folder.checkpoints / str(last) / CHECKSUMS).exists()
-
-
-@pytest.mark.thorough
 def test_a_run_that_is_stopped_before_its_first_step_can_be_resumed(tmp_path):
     class Stopped:
         name = "SIGTERM"

@@ -10,6 +10,7 @@ from models.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelCon
 from models.train import app
 from tests.models.small import CORPUS
 
+STAGES = ["--mesh", "expert=4,stage=2", "--set"]
 CASES = {
     "config": (["huge"], "config is 'huge'; expected one of "),
     "missing file": (["huge.yaml"], "config is 'huge.yaml'; expected a readable file"),
@@ -42,6 +43,29 @@ CASES = {
     "keep": (["--set", "checkpoints.keep=0"], "checkpoints.keep is 0; expected at least 1"),
     "interval": (["--set", "validation.interval=0"], "validation.interval is 0; expected at least 1"),
     "relocation": (["--set", "relocation.min_gain=1"], "relocation.min_gain is 1.0; expected at least 0"),
+    "relocations": (["--set", "relocation.interval=0"], "relocation.interval is 0; expected at least 1"),
+    "keep every": (["--set", "checkpoints.keep_every_s=0"], "checkpoints.keep_every_s is 0; expected at least 1"),
+    "loss": (["--set", "model.z_loss=-1"], "model.z_loss is -1.0; expected a finite number"),
+    "no words": (["--set", "model.vocab_size=0"], "model.vocab_size is 0; expected at least 1"),
+    "no stages": (["--mesh", "stage=0"], "parallel.stages is 0; expected at least 1"),
+    "no repeats": (["--set", "parallel.repeats=0"], "parallel.repeats is 0; expected at least 1"),
+    "repeats": (["--set", "parallel.repeats=2"], "parallel.repeats is 2; expected 1 without a pipeline. Set stages"),
+    "layers before": (["--set", "parallel.layers_before=2"], "layers_before is 2; expected 0 without a pipeline"),
+    "microbatches": ([*STAGES, "parallel.microbatches=1"], "microbatches is 1; expected a multiple of stages 2"),
+    "no microbatches": ([*STAGES, "parallel.microbatches=0"], "microbatches is 0; expected a multiple of stages 2"),
+    "batch of a pipeline": (
+        [*STAGES, "parallel.microbatches=6"],
+        "batch.size is 32; expected a multiple of the 4 shards, data_parallel 1 x expert_parallel 4 x microbatches 6",
+    ),
+    "dispatch": (["--set", "parallel.dispatch=twice"], "parallel.dispatch is 'twice'; expected one of direct, once"),
+    "dispatch of feplb": (["--system", "feplb+once"], "dispatch is 'once'; expected none for a system with TwoPhase"),
+    "adapters": (["--set", "lora.rank=4"], "lora.rank is 4; expected 0 without model.checkpoint"),
+    "further weight": (
+        ["--set", "model.further_weight=0.3"],
+        "further_weight is 0.3; expected 0.0 without a checkpoint",
+    ),
+    "stall": (["--set", "multi_process.stall_timeout_s=9"], "stall_timeout_s is 9.0; expected a finite number of at"),
+    "endless stall": (["--set", "multi_process.stall_timeout_s=nan"], "stall_timeout_s is nan; expected a finite"),
     "empty data": (["--data", "empty"], "data is 'empty', which contains no bytes; expected"),
     "short data": (["--data", "short"], "expected more than sequence_length 128"),
     "no checkpoint": (["--resume"], "resume is set, but 'run' has no checkpoint; expected"),

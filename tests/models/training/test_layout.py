@@ -171,10 +171,3 @@ def test_steps_go_on_while_a_checkpoint_is_written(tmp_path):
     assert [number for number, _ in told] == [1, 2, 3, 4, 5, 6]
     # The callback follows the completed checkpoint.
     assert all(number in steps for number, steps in told)
-
-
-def test_what_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="keep is 0; expected at least 1"):
-        CheckpointConfig(keep=0)
-    with pytest.raises(ValueError, match="keep_every_s is 0; expected at least 1"):
-        CheckpointConfig(keep=1, keep_every_s=0)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from models.config import ParallelConfig, RelocationConfig
+from models.config import RelocationConfig
 from models.run_folder.metrics import RunFolder
 from models.training.loop import execute, prepare
 from tests.models.small import CONFIG, CORPUS, run
@@ -57,12 +57,3 @@ def test_losses_do_not_change_and_a_resumed_run_finds_its_homes(trained_run, tmp
     assert killed.rows("relocation") == rows
     with np.load(killed.counts) as resumed, np.load(moving.counts) as straight:
         np.testing.assert_array_equal(resumed["counts"], straight["counts"])
-
-
-def test_what_is_refused():
-    with pytest.raises(ValueError, match=r"^interval is 0; expected at least 1"):
-        RelocationConfig(interval=0)
-    with pytest.raises(ValueError, match=r"min_gain is 1.0; expected"):
-        RelocationConfig(min_gain=1.0)
-    with pytest.raises(ValueError, match="ranks_per_domain is 3; expected a divisor of expert_parallel 8"):
-        ParallelConfig(ranks_per_domain=3)

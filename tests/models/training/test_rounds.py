@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_moe_lb.transport import AutoDispatch, Buffers, Direct, Once
 from models.config import ParallelConfig
 from models.mesh import make_mesh, make_system, place_batch
 from models.training.faults import StepRunner
@@ -88,19 +87,6 @@ def test_a_step_that_is_not_served_changes_nothing():
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(after), before)
     # Validation serves it.
     assert np.isfinite(programs.evaluate(after, tokens))
-
-
-def test_a_system_is_made_as_its_options_say():
-    assert make_system(ParallelConfig(max_rounds=3, headroom=1.2)).dispatch.buffers == Buffers(1.2, max_rounds=3)
-    dispatch = make_system(ParallelConfig()).dispatch
-    assert (type(dispatch), dispatch.buffers.max_rounds) == (AutoDispatch, None)
-    assert make_system(ParallelConfig(dispatch="direct")).dispatch == Direct()
-    dispatch = make_system(ParallelConfig(dispatch="once", max_rounds=2)).dispatch
-    assert dispatch == Once(Buffers(max_rounds=2))
-    with pytest.raises(ValueError, match=r"^dispatch is 'twice'; expected one of direct, once, forward, rails$"):
-        ParallelConfig(dispatch="twice")
-    with pytest.raises(ValueError, match=r"dispatch is 'once'; expected none for a system with TwoPhase"):
-        make_system(ParallelConfig(system="feplb", dispatch="once"))
 
 
 def test_without_a_limit_there_is_one_program():

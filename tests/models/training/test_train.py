@@ -10,9 +10,9 @@ from flax import nnx
 from typer.testing import CliRunner
 
 from jax_moe_lb import router_loss
-from jax_moe_lb.layer.systems import system_names
 from models import config as presets
 from models.config import ParallelConfig
+from models.data.corpus import Corpus
 from models.mesh import make_mesh, make_system, place_batch
 from models.run_folder.checkpoints import Checkpoints
 from models.run_folder.metrics import RunFolder, router_losses
@@ -175,8 +175,5 @@ def test_resume_refuses_what_would_not_continue(trained_run):
     ]:
         with pytest.raises(ValueError, match=message):
             prepare(dataclasses.replace(CONFIG, **change), CORPUS, trained_run, resume=True)
-
-
-def test_systems_are_those_of_the_library():
-    assert {"plain", "greedy"} <= set(system_names())
-    assert "System" not in system_names()
+    with pytest.raises(ValueError, match="data is '"):
+        prepare(CONFIG, Corpus.of_text(b"another text " * 200, ""), trained_run, resume=True)

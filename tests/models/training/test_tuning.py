@@ -208,19 +208,6 @@ def test_a_run_is_not_written_into_its_checkpoint(checkpoint):
     assert f"--run-dir is {checkpoint}; expected another path than CONFIG {checkpoint}" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--set", "lora.rank=4"], "lora.rank is 4; expected 0 without model.checkpoint"),
-        (["--set", "model.further_weight=0.3"], "model.further_weight is 0.3; expected 0.0 without a checkpoint"),
-    ],
-)
-def test_presets_have_no_options_of_checkpoints(options, message):
-    result = CliRunner().invoke(train.app, ["tiny", *options])
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"error: {message}"), result.stderr
-
-
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_two_processes_load_and_write_what_one_does(checkpoint):
