@@ -6,11 +6,13 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 from benchmarks.layer.workloads import Workload
-from jax_moe_lb import Experts, Losses, MoEParams, MoEState, System, TokenInfo, TopK, Topology, moe
+from jax_moe_lb import ExpertConfig, Experts, Losses, MoE, MoEParams, MoEState, System, TokenInfo, TopK, Topology, moe
 from jax_moe_lb.core.stats import raise_if_concrete
+from jax_moe_lb.transport import ExpertDomains, hybrid_mesh
 from tests.oracle import dense_moe
 
 
@@ -50,6 +52,19 @@ class Case:
 
 def make_mesh(sizes, names, axis_type=AxisType.Auto):
     return jax.make_mesh(sizes, names, axis_types=(axis_type,) * len(sizes), devices=jax.devices()[: np.prod(sizes)])
+
+
+def expert_domains(base, sizes, axes="expert"):
+    """Return a mesh with expert domains of these sizes by axis, and the domains."""
+    mesh = hybrid_mesh(base, sizes)
+    return mesh, ExpertDomains.from_mesh(mesh, Topology.from_mesh(base, axes))
+
+
+def make_layer(mesh, system, sizes=(8, 8, 4), router=TopK(2), **options):
+    """Return an `MoE` of a width, a number of experts and an inner width."""
+    width, num_experts, inner = sizes
+    given = {"mesh": mesh, "system": system, "experts": ExpertConfig(inner), "rngs": nnx.Rngs(0)}
+    return MoE(width, num_experts, router, **given | options)
 
 
 def sequences(num_tokens, length, topology):

@@ -6,12 +6,12 @@ from flax import nnx
 from jax.sharding import AxisType
 
 from benchmarks.layer.workloads import WORKLOADS
-from jax_moe_lb import Chain, ExpertConfig, HostCallback, MoE, Plan, System, TopK, Topology, plain
+from jax_moe_lb import Chain, HostCallback, Plan, System, Topology, plain
 from jax_moe_lb.balancers import EPLB, EPLBPlus
 from jax_moe_lb.balancers.eplb import History, mean, no_history, observe
 from jax_moe_lb.contrib import LPLB
 from jax_moe_lb.core import check_plan, load, plain_plan
-from tests.layer_cases import make_mesh
+from tests.layer_cases import make_layer, make_mesh
 
 TOPOLOGY, SLOTS = Topology.flat(8, 4), 4
 
@@ -118,14 +118,9 @@ def test_a_slot_that_is_taken_is_passed_over():
 def test_the_layer_keeps_the_state(balancer, axis_type):
     """Parallel groups have separate histories; outputs equal plain expert parallelism."""
     mesh = make_mesh((2, 4), ("data", "expert"), axis_type)
-    topology = Topology.from_mesh(mesh)
     with jax.set_mesh(mesh):
         x = jax.random.normal(jax.random.key(0), (64, 8)) + jnp.linspace(-2, 2, 8)[None]
-        systems = plain(), System(balancer, replica_slots=2)
-        layers = [
-            MoE(8, 8, TopK(2), mesh=mesh, topology=topology, system=system, experts=ExpertConfig(16), rngs=nnx.Rngs(0))
-            for system in systems
-        ]
+        layers = [make_layer(mesh, system) for system in (plain(), System(balancer, replica_slots=2))]
         want, _ = layers[0](x)
         step, after = nnx.jit(lambda layer, x: layer(x)), []
         for _ in range(3):

@@ -4,14 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from jax.sharding import AxisType
 
 from benchmarks.layer.workloads import WORKLOADS
-from jax_moe_lb import ExpertConfig, MoE, TopK, Topology, plain
+from jax_moe_lb import Topology, plain
 from jax_moe_lb.balancers import Exact, Given, plan_all
 from jax_moe_lb.core import check_plan, imbalance, load, plain_plan
 from jax_moe_lb.layer.systems import System
+from tests.layer_cases import make_layer, make_mesh
 
 TOPOLOGY = Topology.flat(8, 4)
 SLOTS = 4
@@ -63,16 +62,12 @@ def test_plans_of_another_number_are_refused():
 
 @pytest.mark.slow
 def test_a_layer_follows_them():
-    mesh = jax.make_mesh((4,), ("expert",), axis_types=(AxisType.Auto,))
-
-    def layer(system):
-        return MoE(8, 8, TopK(2), mesh=mesh, system=system, experts=ExpertConfig(8), rngs=nnx.Rngs(0))
-
+    mesh = make_mesh((4,), ("expert",))
     x = jax.random.normal(jax.random.key(0), (64, 8)) + 1
-    y, before = layer(plain())(x)
+    y, before = make_layer(mesh, plain())(x)
     counts = np.asarray(before.counts).reshape(1, 4, 8)
     balancer = Given(1)
-    ahead = layer(System(balancer, replica_slots=6))
+    ahead = make_layer(mesh, System(balancer, replica_slots=6))
     state = balancer.follow(plan_all(Exact(eps=0.0, cost=None), counts, Topology.flat(4), slots=8))
     ahead.state.set_value(jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], state))
     found, after = ahead(x)

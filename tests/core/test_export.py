@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_moe_lb import ExpertConfig, HostCallback, MoE, System, TopK, greedy
+from jax_moe_lb import HostCallback, System, greedy
 from jax_moe_lb.core import prepare_export
-from tests.layer_cases import make_mesh
+from tests.layer_cases import make_layer, make_mesh
 
 LOAD = """
 import sys
@@ -37,10 +37,7 @@ np.savez(f"{folder}/out.npz", y=y, counts=stats.counts, **gradients)
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_in_a_fresh_process(tmp_path):
-    layer = MoE(
-        8, 8, TopK(2), mesh=make_mesh((4,), ("expert",)), system=greedy(1), experts=ExpertConfig(4), rngs=nnx.Rngs(0)
-    )
-    graph, state = nnx.split(layer)
+    graph, state = nnx.split(make_layer(make_mesh((4,), ("expert",)), greedy(1)))
     weights, x = dict(nnx.to_pure_dict(state)), jax.random.normal(jax.random.key(0), (16, 8))
 
     @jax.jit
@@ -65,9 +62,7 @@ def test_in_a_fresh_process(tmp_path):
 @pytest.mark.slow
 def test_a_host_callback_is_refused():
     system = System(HostCallback(lambda counts, plan, topology: plan), replica_slots=1)
-    layer = MoE(
-        8, 8, TopK(2), mesh=make_mesh((4,), ("expert",)), system=system, experts=ExpertConfig(4), rngs=nnx.Rngs(0)
-    )
+    layer = make_layer(make_mesh((4,), ("expert",)), system)
     exported = jax.export.export(jax.jit(lambda x: layer(x)), disabled_checks=prepare_export())
     with pytest.raises((ValueError, NotImplementedError), match=r"HostCallback|callback"):
         exported(jnp.ones((16, 8))).serialize()

@@ -10,9 +10,17 @@ from jax.sharding import PartitionSpec
 
 from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Buffers, MoEParams, TopK, Topology, exact, feplb, moe, plain
-from jax_moe_lb.transport import Codec, CodecBase, ExpertDomains, GatherExpertDomain, hybrid_mesh
+from jax_moe_lb.transport import Codec, CodecBase, GatherExpertDomain
 from tests.adapters import RANK, merged, with_adapters
-from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
+from tests.layer_cases import (
+    Case,
+    assert_close,
+    dense_with_gradients,
+    expert_domains,
+    make_mesh,
+    sharded_moe,
+    with_gradients,
+)
 
 CASE, NUM_RANKS = Case(num_experts=8), 4
 SYSTEMS = {
@@ -66,9 +74,7 @@ def test_adapters_equal_merged_matrices(name, dtype):
 
 def gathering(codec):
     """Return the layer whose ranks gather the experts of domains of 2 ranks before routing."""
-    base = make_mesh((NUM_RANKS,), ("gpu",))
-    mesh = hybrid_mesh(base, {"gpu": 2})
-    domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(base, "gpu"))
+    mesh, domains = expert_domains(make_mesh((NUM_RANKS,), ("gpu",)), {"gpu": 2}, "gpu")
     system = plain(Buffers(4.0)).replace(migrate=GatherExpertDomain(domains, codec))
 
     def one_rank(x, kernel, experts):

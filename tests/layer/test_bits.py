@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 
 from benchmarks.layer.workloads import WORKLOADS
-from jax_moe_lb import ExpertConfig, MoE, Precision, TopK, Topology
+from jax_moe_lb import Precision, Topology
 from jax_moe_lb.layer.systems import system_named
-from tests.layer_cases import Case, make_mesh, sharded_moe, with_gradients
-from tests.nn.moe_cases import INNER, NUM_EXPERTS, WIDTH, dense_layer
+from tests.layer_cases import Case, make_layer, make_mesh, sharded_moe, with_gradients
+from tests.nn.moe_cases import WIDTH, dense_layer, make
 
 CASE = Case(num_tokens=64, features=16, mlp_dim=32)
 ZIPF = next(workload for workload in WORKLOADS if workload.name == "zipf")
@@ -56,7 +56,7 @@ def test_the_number_of_ranks_changes_outputs_by_rounding(dtype, share):
 
     def outputs(num_ranks):
         mesh = make_mesh((num_ranks,), ("expert",))
-        layer = MoE(64, 16, TopK(2), mesh=mesh, system="plain", experts=ExpertConfig(128), rngs=nnx.Rngs(0))
+        layer = make_layer(mesh, "plain", (64, 16, 128))
         x = jax.random.normal(jax.random.key(0), (512, 64), dtype)
         return np.asarray(nnx.jit(lambda layer, x: layer(x)[0])(layer, x)).astype(np.float64)
 
@@ -70,11 +70,8 @@ def test_gradients_over_data_expert_and_tensor_axes_are_those_of_float64(x64):
     """At most 6e-16 of the largest entry, three units in the last place."""
 
     def gradients(mesh, tensor_axes, call):
-        layer = MoE(
-            WIDTH, NUM_EXPERTS, TopK(2),
-            mesh=mesh, topology=Topology.from_mesh(mesh, "expert", tensor_axes=tensor_axes), system="exact",
-            experts=ExpertConfig(INNER), precision=Precision(param_dtype=jnp.float64), rngs=nnx.Rngs(0),
-        )  # fmt: skip
+        topology = Topology.from_mesh(mesh, "expert", tensor_axes=tensor_axes)
+        layer = make(mesh, "exact", topology=topology, precision=Precision(param_dtype=jnp.float64))
         x = jax.random.normal(jax.random.key(1), (8, 4, WIDTH), jnp.float64)
         run = nnx.jit(nnx.grad(lambda layer, x: jnp.square(call(layer, x)).mean(), argnums=(0, 1)))
         of_layer, of_x = run(layer, x)

@@ -1,16 +1,12 @@
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 from jax_moe_lb import (
     Buffers,
     Chain,
     Cost,
-    ExpertConfig,
-    MoE,
     System,
-    TopK,
     Topology,
     exact,
     feplb,
@@ -23,7 +19,7 @@ from jax_moe_lb import (
 from jax_moe_lb.balancers import Exact, Greedy, LayerCost, RailS, UltraEP
 from jax_moe_lb.core import load, plain_plan
 from jax_moe_lb.planners.exact_search import exact_in_jax
-from tests.layer_cases import make_mesh
+from tests.layer_cases import make_layer, make_mesh
 
 
 @pytest.mark.parametrize(
@@ -50,7 +46,7 @@ def test_a_system_that_can_do_nothing_says_why(system, topology, why):
 def test_a_layer_warns_of_it():
     mesh = make_mesh((8,), ("expert",))
     with pytest.warns(UserWarning, match="cannot balance anything: expert domains have one rank each"):
-        MoE(8, 64, TopK(2), mesh=mesh, system="hybridep", experts=ExpertConfig(8), rngs=nnx.Rngs(0))
+        make_layer(mesh, "hybridep", (8, 64, 8))
 
 
 def test_what_is_left_to_the_layer_is_derived_from_its_sizes():
@@ -67,18 +63,12 @@ def test_what_is_left_to_the_layer_is_derived_from_its_sizes():
 @pytest.mark.slow
 def test_two_tiers_keep_what_relocation_needs():
     mesh = make_mesh((2, 2), ("node", "expert"))
-    topology = Topology.from_mesh(mesh, ("node", "expert"))
-    layer = MoE(
-        8, 8, TopK(2), mesh=mesh, topology=topology, system=two_tier(1), experts=ExpertConfig(8), rngs=nnx.Rngs(0)
+    moving, staying = (
+        make_layer(mesh, system, topology=Topology.from_mesh(mesh, ("node", "expert")))
+        for system in (two_tier(1), "exact")
     )
-    assert layer.homes is not None
-    assert layer.loads is not None
-    assert (
-        MoE(
-            8, 8, TopK(2), mesh=mesh, topology=topology, system="exact", experts=ExpertConfig(8), rngs=nnx.Rngs(0)
-        ).homes
-        is None
-    )
+    assert None not in (moving.homes, moving.loads)
+    assert (staying.homes, staying.loads) == (None, None)
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,22 @@ from flax import nnx
 from flax.errors import TraceContextError
 
 from benchmarks.layer.workloads import WORKLOADS
-from jax_moe_lb import Buffers, ExpertConfig, MoE, TopK, Topology, feplb, plain
+from jax_moe_lb import Buffers, TopK, Topology, feplb, plain
 from jax_moe_lb.balancers import LayerCost
 from jax_moe_lb.core import plain_plan
 from jax_moe_lb.layer import CHECKPOINT_NAMES, systems
 from jax_moe_lb.layer.systems import eplb, system_names
-from jax_moe_lb.transport import Codec, CodecBase, ExpertDomains, GatherExpertDomain, hybrid_mesh
-from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
+from jax_moe_lb.transport import Codec, CodecBase, GatherExpertDomain
+from tests.layer_cases import (
+    Case,
+    assert_close,
+    dense_with_gradients,
+    expert_domains,
+    make_layer,
+    make_mesh,
+    sharded_moe,
+    with_gradients,
+)
 from tests.oracle import dense_moe
 
 BY_NAME = {workload.name: workload for workload in WORKLOADS}
@@ -115,11 +124,9 @@ def test_with_remat_inside_and_a_gradient_outside():
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_the_layer_of_expert_domains():
-    mesh = hybrid_mesh(make_mesh((2, 4), ("dc", "gpu")), {"dc": 2, "gpu": 2})
-    domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(make_mesh((2, 4), ("dc", "gpu")), ("dc", "gpu")))
+    mesh, domains = expert_domains(make_mesh((2, 4), ("dc", "gpu")), {"dc": 2, "gpu": 2}, ("dc", "gpu"))
     system = plain().replace(migrate=GatherExpertDomain(domains, Codec(2.0, CodecBase.SHARED, gradient_ratio=1.0)))
-    options = {"topology": domains.between, "system": system, "rngs": nnx.Rngs(0)}
-    layer = MoE(CASE.width, CASE.num_experts, TopK(2), mesh=mesh, experts=ExpertConfig(8), **options)
+    layer = make_layer(mesh, system, (CASE.width, CASE.num_experts, 8))
     x, target = microbatches(("zipf", "one_hot"), 8)
 
     def each(layer, x, target):
@@ -132,9 +139,7 @@ def test_the_layer_of_expert_domains():
 @pytest.mark.slow
 def test_a_layer_that_remembers_refuses_in_one_line():
     """A loop would carry the state between microbatches, which vmap cannot."""
-    mesh = make_mesh((8,), ("expert",))
-    options = {"topology": Topology.from_mesh(mesh), "system": eplb(), "rngs": nnx.Rngs(0)}
-    layer = MoE(CASE.width, CASE.num_experts, TopK(2), mesh=mesh, experts=ExpertConfig(8), **options)
+    layer = make_layer(make_mesh((8,), ("expert",)), eplb(), (CASE.width, CASE.num_experts, 8))
     x, _ = microbatches(("zipf", "one_hot"), 8)
     with pytest.raises(TraceContextError, match="Cannot mutate BalancerState from a different trace level") as refused:
         jax.eval_shape(jax.vmap(layer), x)

@@ -12,11 +12,11 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 
-from jax_moe_lb import ExpertConfig, MoE, SharedExpert, TopK, Topology, plain
+from jax_moe_lb import ExpertConfig, SharedExpert, TopK, plain
 from jax_moe_lb.layer.systems import system_names
 from jax_moe_lb.nn import SharedMix, mesh_independent_state, restore_mesh_independent_state, restore_target
-from jax_moe_lb.transport import Codec, CodecBase, ExpertDomains, GatherExpertDomain, hybrid_mesh
-from tests.layer_cases import make_mesh
+from jax_moe_lb.transport import Codec, CodecBase, GatherExpertDomain
+from tests.layer_cases import expert_domains, make_layer, make_mesh
 
 OPTIONS = {
     "biases": {"experts": ExpertConfig(12, use_bias=True), "router": TopK(2, selection_bias=True, logit_bias=True)},
@@ -30,25 +30,15 @@ EVERYDAY = {"eplb", "homes"}
 CASES = {name: {"system": name} for name in system_names()} | OPTIONS
 
 
-def make(num_ranks, router=TopK(2), **options):
-    options = {"system": plain(), "experts": ExpertConfig(12)} | options
-    return MoE(8, 16, router, mesh=make_mesh((num_ranks,), ("expert",)), rngs=nnx.Rngs(num_ranks), **options)
+def make(num_ranks, system=plain(), **options):
+    mesh = make_mesh((num_ranks,), ("expert",))
+    return make_layer(mesh, system, (8, 16, 12), rngs=nnx.Rngs(num_ranks), **options)
 
 
 def migrating(num_ranks):
-    devices = make_mesh((num_ranks,), ("gpu",))
-    mesh = hybrid_mesh(devices, {"gpu": 2})
-    domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(devices, "gpu"))
+    mesh, domains = expert_domains(make_mesh((num_ranks,), ("gpu",)), {"gpu": 2}, "gpu")
     migrate = GatherExpertDomain(domains, Codec(2.0, CodecBase.REMEMBERED))
-    return MoE(
-        8,
-        16,
-        TopK(2),
-        mesh=mesh,
-        system=plain().replace(migrate=migrate),
-        experts=ExpertConfig(12),
-        rngs=nnx.Rngs(num_ranks),
-    )
+    return make_layer(mesh, plain().replace(migrate=migrate), (8, 16, 12), rngs=nnx.Rngs(num_ranks))
 
 
 def restore(other, folder):
@@ -101,8 +91,7 @@ class Model(nnx.Module):
     def __init__(self, mesh, rngs):
         self.embed, self.norm = nnx.Embed(32, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
         self.dropout = nnx.Dropout(0.2, rngs=rngs)
-        router, experts = TopK(2, selection_bias=True), ExpertConfig(12)
-        self.moe = MoE(8, 16, router, mesh=mesh, system=plain(), experts=experts, rngs=rngs)
+        self.moe = make_layer(mesh, plain(), (8, 16, 12), TopK(2, selection_bias=True), rngs=rngs)
         self.head = nnx.Linear(8, 32, rngs=rngs)
 
     def __call__(self, tokens):

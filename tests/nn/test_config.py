@@ -3,13 +3,11 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 
 from jax_moe_lb import (
     Buffers,
     ExpertConfig,
     Experts,
-    MoE,
     MoEParams,
     Precision,
     SharedExpert,
@@ -21,7 +19,7 @@ from jax_moe_lb import (
 )
 from jax_moe_lb.routing import ForceBalanced, NoisyTopK, Router
 from jax_moe_lb.transport import Direct, QuantizedTransfer
-from tests.layer_cases import make_mesh
+from tests.layer_cases import make_layer, make_mesh
 
 
 def test_a_number_is_no_buffer():
@@ -54,10 +52,10 @@ def test_systems_keep_what_is_not_replaced():
 )
 def test_the_default_system_balances_with_slots_that_fit(num_ranks, num_experts, slots):
     mesh = make_mesh((num_ranks,), ("expert",))
-    layer = MoE(8, num_experts, TopK(2), mesh=mesh, experts=ExpertConfig(4), rngs=nnx.Rngs(0))
+    layer = make_layer(mesh, "exact", (8, num_experts, 4))
     assert layer.system == exact(slots, dispatch="direct")
     # Given slots are limited in the same way.
-    given = MoE(8, num_experts, TopK(2), mesh=mesh, system=exact(9), experts=ExpertConfig(4), rngs=nnx.Rngs(0))
+    given = make_layer(mesh, exact(9), (8, num_experts, 4))
     assert given.system.replica_slots == num_experts - num_experts // num_ranks
     assert jax.eval_shape(layer, jnp.ones((8, 8)))[0].shape == (8, 8)
 
@@ -65,11 +63,10 @@ def test_the_default_system_balances_with_slots_that_fit(num_ranks, num_experts,
 @pytest.mark.slow
 def test_precision_sets_the_transfer_of_the_system():
     mesh = make_mesh((2,), ("expert",))
-    options = {"mesh": mesh, "experts": ExpertConfig(4), "rngs": nnx.Rngs(0)}
-    narrow = MoE(128, 4, TopK(2), precision=Precision(transfer_dtype=jnp.int8), **options)
+    narrow = make_layer(mesh, "exact", (128, 4, 4), precision=Precision(transfer_dtype=jnp.int8))
     assert narrow.system.dispatch.transfer == QuantizedTransfer(jnp.int8)
     own = plain().replace(transfer=QuantizedTransfer(block=64))
-    assert MoE(128, 4, TopK(2), system=own, **options).system.dispatch.transfer.block == 64
+    assert make_layer(mesh, own, (128, 4, 4)).system.dispatch.transfer.block == 64
 
 
 def test_wrapping_routers_take_the_options_of_the_wrapped():
@@ -82,7 +79,7 @@ def test_wrapping_routers_take_the_options_of_the_wrapped():
 @pytest.mark.slow
 def test_a_function_is_a_router_with_the_default_options():
     mesh = make_mesh((2,), ("expert",))
-    layer = MoE(8, 4, TopK(2).__call__, mesh=mesh, experts=ExpertConfig(4), rngs=nnx.Rngs(0))
+    layer = make_layer(mesh, "exact", router=TopK(2).__call__)
     assert (layer.bias, layer.kernel_bias) == (None, None)
 
 

@@ -11,23 +11,19 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jax_moe_lb import Chain, ExpertConfig, HostCallback, MoE, System, TopK, Topology, greedy, raise_on_fault
+from jax_moe_lb import Chain, HostCallback, System, Topology, greedy, raise_on_fault
 from jax_moe_lb.balancers import RailS
 from jax_moe_lb.core.stats import NO_FAULT, PLAN, ROUTING
 from jax_moe_lb.transport import MultiRailDispatch
-from tests.layer_cases import make_mesh
+from tests.layer_cases import make_layer, make_mesh
 
 NOT_FINITE = "router logits of rank 0 give weights that are not finite; expected finite logits"
 X = jax.random.normal(jax.random.key(0), (8, 4, 8))
 
 
-def make(mesh, system, **options):
-    return MoE(8, 8, TopK(2), mesh=mesh, system=system, experts=ExpertConfig(4), rngs=nnx.Rngs(0), **options)
-
-
 @functools.cache
 def layer():
-    return make(make_mesh((4,), ("expert",)), greedy(1))
+    return make_layer(make_mesh((4,), ("expert",)), greedy(1))
 
 
 def loss(layer, x):
@@ -66,7 +62,7 @@ def test_a_jitted_step_returns_the_fault(capfd):
 def test_a_fault_in_a_pipeline_stage():
     """Checks on the host hung here until XLA ended the process, if gradients were taken."""
     mesh = make_mesh((2, 2), ("stage", "expert"))
-    graph, state = nnx.split(make(mesh, greedy(1), topology=Topology.from_mesh(mesh, data_axes=())))
+    graph, state = nnx.split(make_layer(mesh, greedy(1), topology=Topology.from_mesh(mesh, data_axes=())))
 
     def stage(x):
         y, stats = nnx.merge(graph, state)(x)
@@ -109,7 +105,7 @@ def lose_a_token(counts, plan, topology):
 
 @pytest.mark.slow
 def test_a_failing_planner_gives_its_own_traceback_once(capfd):
-    layer = make(make_mesh((4,), ("expert",)), System(HostCallback(failing), replica_slots=1))
+    layer = make_layer(make_mesh((4,), ("expert",)), System(HostCallback(failing), replica_slots=1))
     with pytest.raises(
         ValueError, match=r"^HostCallback on rank \d: planner raised ZeroDivisionError in \S+, line"
     ) as e:
@@ -129,7 +125,9 @@ def test_a_balancer_after_a_failed_one_gets_a_legal_plan(planner):
     """The custom call of `RailS` stops the program on an illegal plan."""
     mesh = make_mesh((2, 2), ("node", "gpu"))
     topology = Topology.from_mesh(mesh, ("node", "gpu"), rails_per_node=2)
-    layer = make(mesh, System(Chain((HostCallback(planner), RailS())), dispatch=MultiRailDispatch()), topology=topology)
+    layer = make_layer(
+        mesh, System(Chain((HostCallback(planner), RailS())), dispatch=MultiRailDispatch()), topology=topology
+    )
     y, stats = nnx.jit(lambda layer, x: layer(x))(layer, X)
     assert stats.fault.code.tolist() == [PLAN]
     assert np.isfinite(y).all()

@@ -7,10 +7,10 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_moe_lb import ExpertConfig, MoE, TopK, Topology, greedy, plain
+from jax_moe_lb import Topology, greedy, plain
 from jax_moe_lb.nn import GradientResidual, keep_residuals
-from jax_moe_lb.transport import Codec, CodecBase, ExpertDomains, GatherExpertDomain, hybrid_mesh
-from tests.layer_cases import assert_close, make_mesh
+from jax_moe_lb.transport import Codec, CodecBase, GatherExpertDomain
+from tests.layer_cases import assert_close, expert_domains, make_layer, make_mesh
 
 
 @pytest.mark.slow
@@ -18,21 +18,9 @@ from tests.layer_cases import assert_close, make_mesh
 def test_a_layer_with_domains_equals_one_without():
     """With a data axis, on an Explicit mesh, and replicas inside each offset's group."""
     base = make_mesh((2, 4), ("data", "expert"), AxisType.Explicit)
-    topology = Topology.from_mesh(base)
-    mesh = hybrid_mesh(base, {"expert": 2})
-    domains = ExpertDomains.from_mesh(mesh, topology)
-    layer = MoE(
-        16,
-        8,
-        TopK(2),
-        mesh=mesh,
-        topology=domains.between,
-        system=greedy().replace(migrate=GatherExpertDomain(domains)),
-        experts=ExpertConfig(24),
-        rngs=nnx.Rngs(0),
-    )
-    options = {"system": greedy(), "experts": ExpertConfig(24), "rngs": nnx.Rngs(0)}
-    reference = MoE(16, 8, TopK(2), mesh=base, topology=topology, **options)
+    mesh, domains = expert_domains(base, {"expert": 2})
+    layer = make_layer(mesh, greedy().replace(migrate=GatherExpertDomain(domains)), (16, 8, 24))
+    reference = make_layer(base, greedy(), (16, 8, 24))
     x = jax.random.normal(jax.random.key(1), (16, 4, 16))
 
     @nnx.jit
@@ -49,14 +37,10 @@ def test_a_layer_with_domains_equals_one_without():
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_a_codec_that_remembers_begins_exact_and_catches_up():
-    base = make_mesh((4,), ("expert",))
-    mesh = hybrid_mesh(base, {"expert": 2})
-    domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(base))
+    mesh, domains = expert_domains(make_mesh((4,), ("expert",)), {"expert": 2})
 
     def layer(codec):
-        system = plain().replace(migrate=GatherExpertDomain(domains, codec))
-        options = {"topology": domains.between, "system": system, "rngs": nnx.Rngs(0)}
-        return MoE(16, 8, TopK(2), mesh=mesh, experts=ExpertConfig(24), **options)
+        return make_layer(mesh, plain().replace(migrate=GatherExpertDomain(domains, codec)), (16, 8, 24))
 
     exact, encoded = layer(Codec()), layer(Codec(8.0, gradient_ratio=1.0))
     x = jax.random.normal(jax.random.key(1), (64, 16))
@@ -82,43 +66,22 @@ def test_a_codec_that_remembers_begins_exact_and_catches_up():
 
 def test_the_topology_of_another_mesh_is_refused():
     base = make_mesh((4,), ("expert",))
-    mesh = hybrid_mesh(base, {"expert": 2})
-    migrate = GatherExpertDomain(ExpertDomains.from_mesh(mesh, Topology.from_mesh(base)), Codec(2.0))
+    mesh, domains = expert_domains(base, {"expert": 2})
+    system = plain().replace(migrate=GatherExpertDomain(domains, Codec(2.0)))
     with pytest.raises(ValueError, match=r"topology differs from system.migrate.domains.between"):
-        MoE(
-            16,
-            8,
-            TopK(2),
-            mesh=mesh,
-            topology=Topology.from_mesh(base),
-            system=plain().replace(migrate=migrate),
-            experts=ExpertConfig(24),
-            rngs=nnx.Rngs(0),
-        )
+        make_layer(mesh, system, topology=Topology.from_mesh(base))
     with pytest.raises(ValueError, match="num_experts is 6; expected a positive multiple of the 4 ranks"):
-        MoE(
-            16,
-            6,
-            TopK(2),
-            mesh=mesh,
-            topology=migrate.domains.between,
-            system=plain().replace(migrate=migrate),
-            experts=ExpertConfig(24),
-            rngs=nnx.Rngs(0),
-        )
+        make_layer(mesh, system, (8, 6, 4))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_gradients_of_a_layer_and_its_residuals_sum_to_the_exact_ones(remat):
     """With a data axis, whose sum comes first, so that its groups have one residual."""
-    base = make_mesh((2, 2), ("data", "expert"))
-    mesh = hybrid_mesh(base, {"expert": 2})
-    domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(base))
+    mesh, domains = expert_domains(make_mesh((2, 2), ("data", "expert")), {"expert": 2})
 
     def layer(codec):
-        system = plain().replace(migrate=GatherExpertDomain(domains, codec))
-        return MoE(8, 4, TopK(2), mesh=mesh, system=system, experts=ExpertConfig(12), rngs=nnx.Rngs(0))
+        return make_layer(mesh, plain().replace(migrate=GatherExpertDomain(domains, codec)), (8, 4, 12))
 
     exact, encoded = layer(Codec()), layer(Codec(gradient_ratio=8.0))
     x = jax.random.normal(jax.random.key(1), (64, 8))
@@ -149,11 +112,8 @@ def test_gradients_of_a_layer_and_its_residuals_sum_to_the_exact_ones(remat):
 @pytest.mark.parametrize("codec", [Codec(gradient_ratio=8.0), Codec(8.0, CodecBase.REMEMBERED, gradient_ratio=8.0)])
 def test_a_gradient_without_its_residual_is_refused(codec):
     """It would lose the entries not sent; gradients of other arguments do not need it."""
-    base = make_mesh((2,), ("expert",))
-    mesh = hybrid_mesh(base, {"expert": 2})
-    migrate = GatherExpertDomain(ExpertDomains.from_mesh(mesh, Topology.from_mesh(base)), codec)
-    system = plain().replace(migrate=migrate)
-    layer = MoE(8, 4, TopK(2), mesh=mesh, system=system, experts=ExpertConfig(12), rngs=nnx.Rngs(0))
+    mesh, domains = expert_domains(make_mesh((2,), ("expert",)), {"expert": 2})
+    layer = make_layer(mesh, plain().replace(migrate=GatherExpertDomain(domains, codec)), (8, 4, 12))
     x = jnp.ones((4, 8))
 
     def shapes(variables, transform=lambda call: call):
@@ -175,7 +135,6 @@ def test_a_gradient_without_its_residual_is_refused(codec):
 
 
 def test_a_base_without_differences_warns():
-    base = make_mesh((2,), ("expert",))
-    domains = ExpertDomains.from_mesh(hybrid_mesh(base, {"expert": 2}), Topology.from_mesh(base))
+    _, domains = expert_domains(make_mesh((2,), ("expert",)), {"expert": 2})
     with pytest.warns(UserWarning, match=r"codec.base is CodecBase.ZERO without effect; expected a ratio above 1"):
         GatherExpertDomain(domains, Codec(base=CodecBase.ZERO))

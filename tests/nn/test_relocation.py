@@ -7,12 +7,12 @@ import optax
 import pytest
 from flax import nnx
 
-from jax_moe_lb import ExpertConfig, Losses, MoE, TopK, Topology, plain, relocate, router_loss
+from jax_moe_lb import Losses, TopK, Topology, plain, relocate, router_loss
 from jax_moe_lb.balancers.eplb import EPLB
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.nn import expert_bytes
 from jax_moe_lb.routing import GroupLimit
-from tests.layer_cases import make_mesh
+from tests.layer_cases import make_layer, make_mesh
 
 WIDTH, INNER, NUM_EXPERTS = 16, 24, 16
 
@@ -27,19 +27,8 @@ def make(mesh, system=plain().replace(relocates=True)):
     router = TopK(
         2, score=lambda logits: jax.nn.softmax(jnp.round(logits)), group_limit=GroupLimit(4, 2), selection_bias=True
     )
-    losses = Losses(switch=0.1, sequence=0.1)
-    topology = Topology.from_mesh(mesh, ranks_per_domain=4)
-    return MoE(
-        WIDTH,
-        NUM_EXPERTS,
-        router,
-        mesh=mesh,
-        topology=topology,
-        system=system,
-        experts=ExpertConfig(INNER),
-        losses=losses,
-        rngs=nnx.Rngs(0),
-    )
+    options = {"losses": Losses(switch=0.1, sequence=0.1), "topology": Topology.from_mesh(mesh, ranks_per_domain=4)}
+    return make_layer(mesh, system, (WIDTH, NUM_EXPERTS, INNER), router, **options)
 
 
 def permutation(seed=0):

@@ -7,11 +7,11 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_moe_lb import ExpertConfig, Losses, MoE, Precision, TokenInfo, TopK, Topology, as_linen, router_loss
+from jax_moe_lb import ExpertConfig, Losses, Precision, TokenInfo, TopK, Topology, as_linen, router_loss
 from jax_moe_lb.layer.route import with_given
 from jax_moe_lb.routing import ExpertChoice, ForceBalanced, HashRouter, NoisyTopK
 from tests.layer_cases import assert_close, make_mesh
-from tests.nn.moe_cases import INNER, NUM_EXPERTS, WIDTH, dense_layer
+from tests.nn.moe_cases import INNER, NUM_EXPERTS, WIDTH, dense_layer, make
 
 MESHES = {
     "4": ((4,), ("expert",), ()),
@@ -21,20 +21,10 @@ MESHES = {
 SIGMOID = TopK(2, score=jax.nn.sigmoid, scale=1.5)
 
 
-def layer_on(sizes, names, tensor_axes, router=SIGMOID, dtype=jnp.float64, **options):
-    mesh = make_mesh(sizes, names)
-    return MoE(
-        WIDTH,
-        NUM_EXPERTS,
-        router,
-        mesh=mesh,
-        topology=Topology.from_mesh(mesh, "expert", tensor_axes=tensor_axes),
-        system="greedy",
-        experts=ExpertConfig(INNER),
-        precision=Precision(param_dtype=dtype),
-        rngs=nnx.Rngs(0),
-        **options,
-    )
+def layer_on(sizes, names, tensor_axes, router=SIGMOID, dtype=jnp.float64, kind=AxisType.Auto, **options):
+    mesh = make_mesh(sizes, names, kind)
+    topology = Topology.from_mesh(mesh, "expert", tensor_axes=tensor_axes)
+    return make(mesh, "greedy", router, topology=topology, precision=Precision(param_dtype=dtype), **options)
 
 
 def replayed_dense(experts, weights=None):
@@ -218,15 +208,9 @@ def dense_sequence_loss(logits, experts, segments, mask):
 )
 def test_the_sequence_loss_spans_ranks_and_packed_documents(mesh, shape, packed, kind, x64):
     """Values and gradients against a loop over documents; sequences over ranks, groups, and with padding."""
-    sizes, names, _ = MESHES[mesh]
-    mesh = make_mesh(sizes, names, kind)
-    layer = MoE(
-        WIDTH, NUM_EXPERTS, TopK(2),
-        mesh=mesh, topology=Topology.from_mesh(mesh, "expert"), system="greedy", losses=Losses(sequence=1.0),
-        experts=ExpertConfig(INNER), precision=Precision(param_dtype=jnp.float64), rngs=nnx.Rngs(0),
-    )  # fmt: skip
+    layer = layer_on(*MESHES[mesh], router=TopK(2), kind=kind, losses=Losses(sequence=1.0))
     x = jax.random.normal(jax.random.key(2), (*shape, WIDTH), jnp.float64)
-    x = jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
+    x = jax.device_put(x, NamedSharding(layer.mesh, PartitionSpec()))
     mask = np.arange(np.prod(shape)).reshape(shape) % 7 != 3
     segments = np.minimum(np.arange(shape[1])[None] // 4 + np.zeros((shape[0], 1), int), 2)
     segments[:, -1] = -1

@@ -6,30 +6,21 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_moe_lb import ExpertConfig, Experts, MoE, Precision, TopK, Topology, exact, feplb
+from jax_moe_lb import ExpertConfig, Experts, Precision, TopK, Topology, exact, feplb
 from jax_moe_lb.aot.collectives import collectives
 from jax_moe_lb.aot.hlo import parse_module
 from jax_moe_lb.core.experts import dense_ffn
 from jax_moe_lb.transport import FsdpExperts, scan_prefetched
-from tests.layer_cases import assert_close, make_mesh
+from tests.layer_cases import assert_close, make_layer, make_mesh
 from tests.stress.dense_module import Tokens, dense
 
 WIDTH, INNER, NUM_EXPERTS = 16, 24, 8
 
 
 def make(mesh, system, topology, rules, *, fused=False):
-    return MoE(
-        WIDTH,
-        NUM_EXPERTS,
-        TopK(2, logit_bias=True),
-        mesh=mesh,
-        topology=topology,
-        system=system,
-        experts=ExpertConfig(INNER, use_bias=True, fuse_gate_up=fused),
-        precision=Precision(param_dtype=jnp.float64),
-        rules=rules,
-        rngs=nnx.Rngs(0),
-    )
+    experts, precision = ExpertConfig(INNER, use_bias=True, fuse_gate_up=fused), Precision(param_dtype=jnp.float64)
+    options = {"topology": topology, "experts": experts, "precision": precision, "rules": rules}
+    return make_layer(mesh, system, (WIDTH, NUM_EXPERTS, INNER), TopK(2, logit_bias=True), **options)
 
 
 def with_biases(layer):
@@ -49,33 +40,22 @@ def rules(**axes):
     return (("exp", axes.get("exp", "expert")), ("embed", axes.get("embed")), ("mlp", axes.get("mlp")))
 
 
+ON_TENSOR = ("fsdp", "expert", "tensor")
 CASES = {
-    "tensor": ((2, 2, 2), ("data", "expert", "tensor"), rules(mlp="tensor"), PartitionSpec("data")),
-    "fsdp and tensor": ((2, 2, 2), ("fsdp", "expert", "tensor"), rules(embed="fsdp", mlp="tensor"), PartitionSpec()),
-    "fsdp of experts": (
-        (2, 2, 2),
-        ("fsdp", "expert", "tensor"),
-        rules(exp=("expert", "fsdp"), mlp="tensor"),
-        PartitionSpec(),
-    ),
-    "context": ((2, 2, 2), ("data", "context", "expert"), rules(), PartitionSpec("data", "context")),
+    "tensor": (feplb(2), ("data", "expert", "tensor"), rules(mlp="tensor"), PartitionSpec("data")),
+    "fsdp and tensor": (exact(2), ON_TENSOR, rules(embed="fsdp", mlp="tensor"), PartitionSpec()),
+    "fsdp of experts": (exact(2), ON_TENSOR, rules(exp=("expert", "fsdp"), mlp="tensor"), PartitionSpec()),
+    "context": (exact(2), ("data", "context", "expert"), rules(), PartitionSpec("data", "context")),
 }
-"""Mesh, logical axis rules, and sharding of the tokens `[B, T, H]` per case."""
+"""System, axes of size 2, logical axis rules, and sharding of the tokens `[B, T, H]` per case."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "system"),
-    [
-        pytest.param("tensor", feplb(2), marks=pytest.mark.thorough),
-        pytest.param("fsdp and tensor", exact(2), marks=pytest.mark.thorough),
-        pytest.param("fsdp of experts", exact(2), marks=pytest.mark.thorough),
-        pytest.param("context", exact(2), marks=pytest.mark.thorough),
-    ],
-)
-def test_experts_that_are_split_equal_whole_ones(case, system, x64):
-    sizes, names, table, spec = CASES[case]
-    mesh = make_mesh(sizes, names)
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", CASES)
+def test_experts_that_are_split_equal_whole_ones(case, x64):
+    system, names, table, spec = CASES[case]
+    mesh = make_mesh((2, 2, 2), names)
     topology = Topology.from_mesh(mesh, tensor_axes="tensor" if "tensor" in names else ())
     # The gather of fused shards of experts differs from that of fused experts.
     layer = with_biases(make(mesh, system, topology, table, fused="fsdp" in case))
@@ -160,6 +140,6 @@ def test_axes_that_cannot_split_experts_are_refused():
 
 
 def test_experts_of_a_rank_that_cannot_be_split_are_refused():
-    mesh, table, experts = make_mesh((2, 4), ("data", "expert")), rules(exp=("expert", "data")), ExpertConfig(INNER)
+    mesh, table = make_mesh((2, 4), ("data", "expert")), rules(exp=("expert", "data"))
     with pytest.raises(ValueError, match="num_experts is 4; expected a positive multiple of the 8 ranks"):
-        MoE(WIDTH, 4, TopK(2), mesh=mesh, experts=experts, rules=table, rngs=nnx.Rngs(0))
+        make_layer(mesh, "exact", (WIDTH, 4, INNER), rules=table)

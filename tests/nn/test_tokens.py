@@ -7,13 +7,13 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_moe_lb import ExpertConfig, MoE, Precision, TopK, Topology
+from jax_moe_lb import Precision, TopK
 from jax_moe_lb.aot.collectives import collectives
 from jax_moe_lb.aot.hlo import parse_module
 from jax_moe_lb.nn.tokens import token_layout
 from jax_moe_lb.routing import ForceBalanced
 from tests.layer_cases import assert_close, make_mesh
-from tests.nn.moe_cases import INNER, NUM_EXPERTS, WIDTH, dense_layer, make
+from tests.nn.moe_cases import NUM_EXPERTS, WIDTH, dense_layer, make
 
 FLAT, GROUPS, CONTEXT = {"expert": 8}, {"data": 2, "expert": 4}, {"data": 2, "context": 2, "expert": 2}
 EXPERT, DATA = ("expert",), ("data",)
@@ -71,19 +71,11 @@ SHARDED = {
 """Mesh, leading dimensions of the tokens, and their sharding."""
 
 
-def layer_of(axes, shards, kind, router=TopK(2)):
+def layer_of(axes, shards, kind):
     mesh = make_mesh(tuple(axes.values()), tuple(axes), kind)
     length = ("length", shards[1]) if len(shards) > 1 else ("length", None)
-    return MoE(
-        WIDTH, NUM_EXPERTS, router,
-        mesh=mesh,
-        topology=Topology.from_mesh(mesh, "expert"),
-        system="greedy",
-        experts=ExpertConfig(INNER),
-        precision=Precision(param_dtype=jnp.float64),
-        rules=(("exp", "expert"), ("embed", None), ("mlp", None), length),
-        rngs=nnx.Rngs(0),
-    )  # fmt: skip
+    rules = (("exp", "expert"), ("embed", None), ("mlp", None), length)
+    return make(mesh, "greedy", precision=Precision(param_dtype=jnp.float64), rules=rules)
 
 
 def compare_with_dense(layer, x):

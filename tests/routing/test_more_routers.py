@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_moe_lb import ExpertConfig, Experts, MoE, TokenInfo, TopK, Topology
+from jax_moe_lb import Experts, TokenInfo, TopK
 from jax_moe_lb.routing import ExpertChoice, HashRouter, NoisyTopK
 from jax_moe_lb.routing.more_routers import capacity, within_capacity
 from jax_moe_lb.routing.routers import NO_EXPERT, tokens_per_expert
-from tests.layer_cases import assert_close, make_mesh
+from tests.layer_cases import assert_close, make_layer, make_mesh
 from tests.oracle import dense_moe
 
 LOGITS = jnp.asarray(np.random.default_rng(0).normal(size=(32, 8)), jnp.float32)
-WIDTH, INNER, NUM_EXPERTS = 16, 24, 8
+WIDTH, NUM_EXPERTS, INNER = SIZES = 16, 8, 24
 
 
 @pytest.mark.slow
@@ -57,8 +57,7 @@ def test_scaled_inputs_equal_scaled_tokens():
     """Values and gradients of a balanced layer equal those of every token times its score."""
     mesh = make_mesh((4,), ("expert",))
     score = TopK(1, score=jax.nn.sigmoid, renormalise=False)
-    options = {"mesh": mesh, "system": "exact", "experts": ExpertConfig(INNER)}
-    layer = MoE(WIDTH, NUM_EXPERTS, replace(score, scale_inputs=True), **options, rngs=nnx.Rngs(0))
+    layer = make_layer(mesh, "exact", SIZES, replace(score, scale_inputs=True))
     x, target = (jax.random.normal(jax.random.key(i), (32, WIDTH)) for i in (1, 2))
     mask = jnp.arange(32) % 5 != 0
     graph, params, rest = nnx.split(layer, nnx.Param, ...)
@@ -81,7 +80,7 @@ def test_scaled_inputs_equal_scaled_tokens():
 
 def test_inputs_of_several_experts_are_not_scaled():
     mesh = make_mesh((1,), ("expert",))
-    layer = MoE(WIDTH, 4, TopK(2, scale_inputs=True), mesh=mesh, experts=ExpertConfig(INNER), rngs=nnx.Rngs(0))
+    layer = make_layer(mesh, "exact", SIZES, TopK(2, scale_inputs=True))
     with pytest.raises(ValueError, match="num_experts_per_tok is 2; expected 1, as"):
         nnx.eval_shape(layer, jnp.zeros((4, WIDTH)))
 
@@ -118,8 +117,7 @@ def test_capacity_against_a_loop(limit):
 def test_a_layer_counts_the_copies_that_it_drops():
     """Compared rank by rank, as the capacity is per rank; an uneven number of tokens, which are padded."""
     mesh, router = make_mesh((2, 2), ("data", "expert")), TopK(2, capacity_factor=0.75)
-    options = {"system": "greedy", "experts": ExpertConfig(INNER), "rngs": nnx.Rngs(0)}
-    layer = MoE(WIDTH, NUM_EXPERTS, router, mesh=mesh, topology=Topology.from_mesh(mesh), **options)
+    layer = make_layer(mesh, "greedy", SIZES, router)
     x, mask, num_dropped, outputs = jax.random.normal(jax.random.key(1), (31, WIDTH)), np.arange(32) < 31, [0, 0], []
     for rank, part in enumerate(jnp.pad(x, ((0, 1), (0, 0))).reshape(4, 8, WIDTH)):
 
@@ -148,7 +146,7 @@ def replace_experts(routing, experts):
 def test_constant_weights_of_hash_router_have_gradients_without_a_mask():
     """Constants vary over no mesh axis, unlike the gradients of the weights."""
     mesh = make_mesh((4,), ("expert",))
-    layer = MoE(8, 8, HashRouter(2), mesh=mesh, system="plain", experts=ExpertConfig(4), rngs=nnx.Rngs(0))
+    layer = make_layer(mesh, "plain", router=HashRouter(2))
     graph, state = nnx.split(layer)
     x, ids = jnp.ones((16, 8)), jnp.arange(16)
     gradients = jax.eval_shape(jax.grad(lambda s: nnx.merge(graph, s)(x, token_ids=ids)[0].sum()), state)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_moe_lb import ExpertConfig, MoE, TopK, Topology, plain
-from jax_moe_lb.transport import Codec, ExpertDomains, GatherExpertDomain, hybrid_mesh
+from jax_moe_lb import plain
+from jax_moe_lb.transport import Codec, GatherExpertDomain
 from models.data.marks import num_predicted
 from models.training.step import loss_and_gradients
-from tests.layer_cases import make_mesh
+from tests.layer_cases import expert_domains, make_layer, make_mesh
 from tests.models.reference_loss import next_token_loss
 
 
@@ -18,7 +18,7 @@ class Model(nnx.Module):
     def __init__(self, mesh, system):
         rngs = nnx.Rngs(0)
         self.table = nnx.Embed(16, 8, rngs=rngs)
-        self.moe = MoE(8, 4, TopK(2), mesh=mesh, system=system, experts=ExpertConfig(12), rngs=rngs)
+        self.moe = make_layer(mesh, system, (8, 4, 12), rngs=rngs)
 
     def __call__(self, tokens):
         y, stats = self.moe(self.table(tokens))
@@ -28,9 +28,7 @@ class Model(nnx.Module):
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_gradients_of_microbatches_and_the_last_residual_sum_to_the_exact_ones():
-    base = make_mesh((2,), ("expert",))
-    mesh = hybrid_mesh(base, {"expert": 2})
-    domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(base))
+    mesh, domains = expert_domains(make_mesh((2,), ("expert",)), {"expert": 2})
     tokens = jnp.asarray(np.random.default_rng(0).integers(1, 16, (8, 9)), "int32")
 
     def gradients(codec, accumulate):
