@@ -1,7 +1,7 @@
 """One MoE layer on a mesh, and its dense reference."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +65,13 @@ def make_layer(mesh, system, sizes=(8, 8, 4), router=TopK(2), **options):
     width, num_experts, inner = sizes
     given = {"mesh": mesh, "system": system, "experts": ExpertConfig(inner), "rngs": nnx.Rngs(0)}
     return MoE(width, num_experts, router, **given | options)
+
+
+def loses_a_token(counts, plan, topology):
+    """Return an illegal plan, as a planner of `HostCallback`."""
+    quota = plan.quota.copy()
+    quota[np.unravel_index(quota.argmax(), quota.shape)] -= 1
+    return replace(plan, quota=quota)
 
 
 def sequences(num_tokens, length, topology):

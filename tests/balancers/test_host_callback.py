@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jax_moe_lb import HostCallback, System, Topology, raise_on_fault
 from jax_moe_lb.core import plain_plan
-from tests.layer_cases import Case, make_mesh, sharded_moe
+from tests.layer_cases import Case, loses_a_token, make_mesh, sharded_moe
 
 COUNTS = np.array([[4, 0], [3, 1]], np.int32)
 
@@ -23,12 +23,6 @@ def fails(counts, plan, topology):
 
 def leaves(counts, plan, topology):
     raise SystemExit(3)
-
-
-def loses_a_token(counts, plan, topology):
-    quota = plan.quota.copy()
-    quota[np.unravel_index(quota.argmax(), quota.shape)] -= 1
-    return replace(plan, quota=quota)
 
 
 def serves_elsewhere(counts, plan, topology):

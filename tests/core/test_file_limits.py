@@ -7,14 +7,17 @@ import zipfile
 
 import numpy as np
 import pytest
+import typer
 
 from jax_moe_lb import Plan
 from jax_moe_lb.cli import main
+from jax_moe_lb.cli.app import app
 from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.file_limits import UNLIMITED, LimitError, open_archive, parse_json, read_bytes
 from jax_moe_lb.recordings.counts_files import read_trace
 from jax_moe_lb.recordings.formats import read_recording
 from jax_moe_lb.recordings.yaml_file import read_yaml
+from models import generate, train, upcycle
 
 REMEDY = "Pass --file-limits {0} or limits=FileLimits().scaled({0})."
 
@@ -161,19 +164,11 @@ def test_a_message_has_the_factor_of_the_option():
         limits.check("array_bytes", 10**400, "{} bytes")
 
 
-@pytest.mark.parametrize("command", ["plan", "replay", "drift", "convert", "simulate", "advise"])
-def test_commands_have_the_option(command, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    argv = {
-        "plan": ("x.npy", "--balancer", "plain"),
-        "replay": ("x.npy", "--balancer", "plain"),
-        "drift": ("x.npy", "--per-token", "1"),
-        "convert": ("x.pt", "--out", "y.npz"),
-        "simulate": ("x.yaml",),
-        "advise": ("x.yaml", "h100_node"),
-    }[command]
-    assert main([command, *argv, "--file-limits", "0"]) == 2
-    assert "--file-limits is '0'; expected an integer, at least 1" in capsys.readouterr().err
+def test_commands_that_read_files_have_the_option():
+    commands = typer.main.get_command(app).commands
+    read = [commands[name] for name in ("plan", "replay", "drift", "convert", "simulate", "advise")]
+    for command in (*read, *(typer.main.get_command(program.app) for program in (train, generate, upcycle))):
+        assert "file_limits" in {option.name for option in command.params}
 
 
 def test_the_option_raises_the_limits_of_a_command(tmp_path, capsys, monkeypatch):
@@ -183,4 +178,6 @@ def test_the_option_raises_the_limits_of_a_command(tmp_path, capsys, monkeypatch
     assert f"by line 1; expected at most 32. {REMEDY.format(2)}" in capsys.readouterr().err
     assert main(["simulate", "x.yaml", "--file-limits", "2"]) == 2
     assert "version is missing" in capsys.readouterr().err
+    assert main(["simulate", "x.yaml", "--file-limits", "0"]) == 2
+    assert "--file-limits is '0'; expected an integer, at least 1" in capsys.readouterr().err
     assert str(read_yaml(tmp_path / "x.yaml", FileLimits().scaled(2))["a"]) == "[" * 40 + "]" * 40

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from models.multi_process import stalls
@@ -49,6 +50,37 @@ def end(processes: list[subprocess.Popen], within_s: float) -> list[tuple[int, s
             process.kill()
         ended = [process.communicate() for process in processes]
     return [(process.returncode, *texts) for process, texts in zip(processes, ended, strict=True)]
+
+
+def joined(*whats: str, stall_timeout_s: float = 0) -> list[subprocess.Popen]:
+    """Start processes that join each other and then idle."""
+    given = [str(free_port()), str(len(whats))]
+    processes = [
+        start("tests.models.processes", *given, str(i), what, str(stall_timeout_s)) for i, what in enumerate(whats)
+    ]
+    for process in processes:
+        assert process.stdout.readline() == "joined\n", process.communicate()
+    return processes
+
+
+def place(port: int, num_processes: int, process_id: int) -> list[str]:
+    """Return the command line of a process of a run."""
+    given = {"coordinator": f"127.0.0.1:{port}", "num_processes": num_processes, "process_id": process_id}
+    return ["--distributed", *multi_process(**given)]
+
+
+def multi_process(**given: object) -> list[str]:
+    """Return command-line options of the section `multi_process`."""
+    return [word for key, value in given.items() for word in ("--set", f"multi_process.{key}={value}")]
+
+
+def train(*options: str, folder: Path = ROOT, of_each: Sequence[Sequence[str]] = ((), ())) -> list[subprocess.Popen]:
+    """Train the tiny model with two processes of two devices."""
+    port, join = free_port(), multi_process(join_timeout_s=JOIN_TIMEOUT_S)
+    return [
+        start("tests.models.tiny_process", *place(port, 2, i), *join, *options, *of_each[i], folder=folder)
+        for i in range(2)
+    ]
 
 
 def main(port: str, num_processes: str, process_id: str, what: str, stall_timeout_s: str = "0") -> None:

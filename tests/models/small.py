@@ -15,6 +15,7 @@ from models.config import (
     ValidationConfig,
 )
 from models.data.corpus import Corpus
+from models.run_folder.metrics import RunFolder
 from models.training.loop import execute, prepare
 
 CONFIG = TrainConfig(
@@ -31,6 +32,11 @@ CORPUS = Corpus.of_text(b"the quick brown fox jumps over the lazy dog. " * 200, 
 
 def on(data_parallel: int, expert_parallel: int, system: str) -> TrainConfig:
     return dataclasses.replace(CONFIG, parallel=ParallelConfig(data_parallel, expert_parallel, system))
+
+
+def losses(run):
+    """Return the loss of each step, from the folder of a run or a `RunFolder`."""
+    return [row["loss"] for row in (run if isinstance(run, RunFolder) else RunFolder(run)).rows("step")]
 
 
 def run(config, run_dir, *, resume=False):

@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 import tokenizers
 from safetensors.numpy import save_file
-from typer.testing import CliRunner
 
 from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.file_limits import LimitError
-from models import generate, train, upcycle
 from models.architectures.config_json import Fields, read_fields
 from models.architectures.registry import configured
 from models.data.sources import corpus_from, read_streams
@@ -220,15 +218,3 @@ def test_the_file_of_a_run_is_limited(tmp_path):
     (tmp_path / "x.yaml").write_text("steps: 3\n" * 3)
     with pytest.raises(ValueError, match=r"x.yaml' has 27 bytes; expected at most 20\. Pass --file-limits 1 "):
         read_file(tmp_path / "x.yaml", FileLimits(yaml_bytes=20))
-
-
-@pytest.mark.parametrize("program", [train, generate, upcycle])
-def test_programs_have_the_option(program):
-    needed = {
-        train: [],
-        generate: ["--checkpoint", "x", "--prompt", "x"],
-        upcycle: ["--checkpoint", "x", "--out", "x"],
-    }[program]
-    result = CliRunner().invoke(program.app, [*needed, "--file-limits", "0"])
-    assert result.exit_code == 2
-    assert "--file-limits" in result.output

@@ -2,7 +2,6 @@
 
 import functools
 import traceback
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from jax_moe_lb import Chain, HostCallback, System, Topology, greedy, raise_on_f
 from jax_moe_lb.balancers import RailS
 from jax_moe_lb.core.stats import NO_FAULT, PLAN, ROUTING
 from jax_moe_lb.transport import MultiRailDispatch
-from tests.layer_cases import make_layer, make_mesh
+from tests.layer_cases import loses_a_token, make_layer, make_mesh
 
 NOT_FINITE = "router logits of rank 0 give weights that are not finite; expected finite logits"
 X = jax.random.normal(jax.random.key(0), (8, 4, 8))
@@ -97,12 +96,6 @@ def failing(counts, plan, topology):
     raise ZeroDivisionError("no load to divide by")
 
 
-def lose_a_token(counts, plan, topology):
-    quota = plan.quota.copy()
-    quota[np.unravel_index(quota.argmax(), quota.shape)] -= 1
-    return replace(plan, quota=quota)
-
-
 @pytest.mark.slow
 def test_a_failing_planner_gives_its_own_traceback_once(capfd):
     layer = make_layer(make_mesh((4,), ("expert",)), System(HostCallback(failing), replica_slots=1))
@@ -120,7 +113,7 @@ def test_a_failing_planner_gives_its_own_traceback_once(capfd):
 
 @pytest.mark.slow
 @pytest.mark.thorough
-@pytest.mark.parametrize("planner", [failing, lose_a_token])
+@pytest.mark.parametrize("planner", [failing, loses_a_token])
 def test_a_balancer_after_a_failed_one_gets_a_legal_plan(planner):
     """The custom call of `RailS` stops the program on an illegal plan."""
     mesh = make_mesh((2, 2), ("node", "gpu"))

@@ -21,12 +21,10 @@ from models.run_folder.checkpoints import steps_in
 from models.run_folder.metrics import RunFolder
 from models.train import app
 from tests.models.kill_training import MAX_WAIT_S, wait_for_steps
-from tests.models.processes import end, free_port, start
+from tests.models.processes import end, free_port, joined, multi_process, place, train
 
 PROMISED_S = 20
 """Maximum seconds until all processes have ended after one is gone."""
-
-JOIN = ("--set", "multi_process.join_timeout_s=120")
 
 VARIABLES = {
     "coordinator": "JAX_COORDINATOR_ADDRESS",
@@ -39,16 +37,6 @@ VARIABLES = {
 def no_cluster(monkeypatch):
     for variable in VARIABLES.values():
         monkeypatch.delenv(variable, raising=False)
-
-
-def place(port, num_processes, process_id):
-    given = {"coordinator": f"127.0.0.1:{port}", "num_processes": num_processes, "process_id": process_id}
-    return ["--distributed", *multi_process(**given)]
-
-
-def multi_process(**given):
-    """Return command-line options of the section `multi_process`."""
-    return [word for key, value in given.items() for word in ("--set", f"multi_process.{key}={value}")]
 
 
 def refusal(*arguments):
@@ -236,19 +224,9 @@ def test_schedulers_say_which_process_this_is(monkeypatch, variables, host, num_
     assert (found.host, found.num_processes, found.process_id) == (host, num_processes, process_id)
 
 
-def joined(port, *whats):
-    """Start processes that join each other and then idle."""
-    processes = [
-        start("tests.models.processes", str(port), str(len(whats)), str(i), what) for i, what in enumerate(whats)
-    ]
-    for process in processes:
-        assert process.stdout.readline() == "joined\n", process.communicate()
-    return processes
-
-
 @pytest.mark.slow
 def test_a_process_that_is_killed_is_named_by_all_others():
-    processes = joined(free_port(), "wait", "wait", "wait")
+    processes = joined("wait", "wait", "wait")
     processes[2].kill()
     *others, _ = end(processes, PROMISED_S)
     for code, _, errors in others:
@@ -263,7 +241,7 @@ def test_a_process_that_is_killed_is_named_by_all_others():
 @pytest.mark.thorough
 def test_a_killed_coordinator_is_named_by_all_others():
     """JAX does not abort the others, as its connections to process 0 lead through a relay."""
-    processes = joined(free_port(), "wait", "wait", "wait")
+    processes = joined("wait", "wait", "wait")
     processes[0].kill()
     for code, _, errors in end(processes, PROMISED_S)[1:]:
         assert code == 1
@@ -274,7 +252,7 @@ def test_a_killed_coordinator_is_named_by_all_others():
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_a_process_that_fails_says_why_to_all_others():
-    first, failed, last = end(joined(free_port(), "wait", "fail", "wait"), PROMISED_S)
+    first, failed, last = end(joined("wait", "fail", "wait"), PROMISED_S)
     for code, _, errors in (first, last):
         assert code == 1
         assert re.fullmatch(r"error: process 1 \(pid \d+ on \S+\) ended: no space left", errors.splitlines()[-1])
@@ -282,19 +260,10 @@ def test_a_process_that_fails_says_why_to_all_others():
     assert failed[2].endswith("OSError: no space left\n")
 
 
-def train(folder, *options, of_each=((), ())):
-    """Train the tiny model with two processes."""
-    port = free_port()
-    return [
-        start("tests.models.tiny_process", *place(port, 2, i), *JOIN, *options, *of_each[i], folder=folder)
-        for i in range(2)
-    ]
-
-
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_different_options_are_refused_by_all(tmp_path):
-    for code, output, errors in end(train(tmp_path, of_each=[("--steps", "8"), ("--steps", "9")]), MAX_WAIT_S):
+    for code, output, errors in end(train(folder=tmp_path, of_each=[("--steps", "8"), ("--steps", "9")]), MAX_WAIT_S):
         assert (code, output) == (2, "")
         assert len(errors.splitlines()) == 2
         assert errors.endswith("steps is 8 on process 0 and 9 on process 1; expected the same on all processes\n")
@@ -309,7 +278,7 @@ def test_a_run_of_two_processes_is_killed_resumed_and_stopped(tmp_path):
     RunFolder(tmp_path / "runs" / "tiny").config.write_text("{}")
     folder, endless = RunFolder(tmp_path / "runs" / "tiny-2"), ("--steps", "100000")
 
-    processes, until = train(tmp_path, *endless), time.monotonic() + MAX_WAIT_S
+    processes, until = train(*endless, folder=tmp_path), time.monotonic() + MAX_WAIT_S
     while not steps_in(folder.checkpoints) and processes[0].poll() is None and time.monotonic() < until:
         time.sleep(0.05)
     processes[1].kill()
@@ -317,7 +286,7 @@ def test_a_run_of_two_processes_is_killed_resumed_and_stopped(tmp_path):
     assert code == 1, errors
     assert re.fullmatch(r"error: lost connection to process 1 \(pid \d+ on \S+\); --resume .*", errors.splitlines()[-1])
 
-    processes = train(tmp_path, *endless, "--resume")
+    processes = train(*endless, "--resume", folder=tmp_path)
     wait_for_steps(processes[0], folder.path)
     processes[1].send_signal(signal.SIGTERM)
     first, second = end(processes, MAX_WAIT_S)

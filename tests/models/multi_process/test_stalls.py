@@ -22,7 +22,7 @@ from models.multi_process.stalls import (
 )
 from models.run_folder.metrics import RunFolder
 from tests.models.kill_training import MAX_WAIT_S, losses, wait_for_steps
-from tests.models.processes import end, free_port, start
+from tests.models.processes import end, joined, train
 
 A, B, C = NAMES = [f"process {i} (pid {i} on h)" for i in range(3)]
 PROMISED_S = 30
@@ -166,21 +166,12 @@ def wait_until(condition, within_s=PROMISED_S):
     return found
 
 
-def joined(num_processes, timeout_s, what="wait"):
-    port = str(free_port())
-    arguments = [(port, str(num_processes), str(i), what, str(timeout_s)) for i in range(num_processes)]
-    processes = [start("tests.models.processes", *each) for each in arguments]
-    for process in processes:
-        assert process.stdout.readline() == "joined\n", process.communicate()
-    return processes
-
-
 @pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_stopped_process_ends_the_run_after_the_timeout(stopped):
     """The stopped process ends in one line when it continues, although all its connections are closed."""
-    processes = joined(3, TIMEOUT_S)
+    processes = joined(*["wait"] * 3, stall_timeout_s=TIMEOUT_S)
     os.kill(processes[stopped].pid, signal.SIGSTOP)
     others = [process for process in processes if process is not processes[stopped]]
     cause = rf"waiting for process {stopped} \(pid {processes[stopped].pid} on \S+\) for \d+ s, before step 1"
@@ -199,27 +190,18 @@ def test_a_stopped_process_ends_the_run_after_the_timeout(stopped):
 @pytest.mark.slow
 def test_a_step_that_never_ends_ends_the_run_by_default():
     line = r"error: waiting, although all 2 processes respond, for \d+ s, at step 1; --resume continues .*"
-    for code, _, errors in end(joined(2, 0, "stuck"), PROMISED_S):
+    for code, _, errors in end(joined("stuck", "stuck"), PROMISED_S):
         assert code == 1
         assert re.fullmatch(line, errors.splitlines()[-1])
         assert len(errors.splitlines()) == 2
 
 
-def train(folder, *options):
-    """Train the tiny model with two processes of two devices."""
-    place = {"coordinator": f"127.0.0.1:{free_port()}", "num_processes": 2, "join_timeout_s": 120}
-    words = [word for key, value in place.items() for word in ("--set", f"multi_process.{key}={value}")]
-    ids = (("--set", f"multi_process.process_id={i}") for i in range(2))
-    arguments = ["--distributed", "--run-dir", str(folder), "--steps", "12", *words, *options]
-    return [start("tests.models.tiny_process", *arguments, *i) for i in ids]
-
-
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_a_stopped_process_continues_with_equal_losses(tmp_path):
-    for code, _, errors in end(train(tmp_path / "straight"), MAX_WAIT_S):
+    for code, _, errors in end(train("--steps", "12", "--run-dir", str(tmp_path / "straight")), MAX_WAIT_S):
         assert code == 0, errors
-    processes = train(tmp_path / "stopped")
+    processes = train("--steps", "12", "--run-dir", str(tmp_path / "stopped"))
     lines = lines_of(processes[0])
     wait_for_steps(processes[0], tmp_path / "stopped")
     os.kill(processes[1].pid, signal.SIGSTOP)

@@ -57,35 +57,24 @@ def test_a_damaged_declaration(folder, content):
         checkpoints.restore(1, SHAPES)
 
 
+DECLARATIONS = [
+    ({"chunks": [3, 4, 5]}, r"chunks \[3, 4, 5\]; expected at most \[3, 4\]"),
+    ({"chunks": [3, -4]}, r"chunks \[3, -4\]; expected at most \[3, 4\]"),
+    ({"shape": [30000, 40000]}, r"shape \[30000, 40000\]; expected \[3, 4\]"),
+    ({"shape": 12}, r"shape 12; expected \[3, 4\]"),
+    ({"dtype": "|V1000000000"}, r"dtype '\|V1000000000'; expected a number type"),
+    ({"dtype": [["x", "<f4", [10**9]]]}, r"dtype \[\['x', '<f4', \[1000000000\]\]\]; expected a number type"),
+    ({"compressor": {"id": "blosc"}}, r"compressor {'id': 'blosc'}; expected zstd"),
+    ({"filters": [{"id": "delta"}]}, r"filters \[{'id': 'delta'}\]; expected none"),
+    ({"attributes": [0] * 300}, r"a JSON text of \d+ values; expected at most 250"),
+]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"chunks": [30000, 40000]}, r"chunks \[30000, 40000\]; expected at most \[3, 4\]"),
-        pytest.param(
-            {"chunks": [3, 4, 5]}, r"chunks \[3, 4, 5\]; expected at most \[3, 4\]", marks=pytest.mark.thorough
-        ),
-        pytest.param({"chunks": [3, -4]}, r"chunks \[3, -4\]; expected at most \[3, 4\]", marks=pytest.mark.thorough),
-        pytest.param(
-            {"shape": [30000, 40000]}, r"shape \[30000, 40000\]; expected \[3, 4\]", marks=pytest.mark.thorough
-        ),
-        pytest.param({"shape": 12}, r"shape 12; expected \[3, 4\]", marks=pytest.mark.thorough),
-        pytest.param(
-            {"dtype": "|V1000000000"}, r"dtype '\|V1000000000'; expected a number type", marks=pytest.mark.thorough
-        ),
-        pytest.param(
-            {"dtype": [["x", "<f4", [10**9]]]},
-            r"dtype \[\['x', '<f4', \[1000000000\]\]\]; expected a number type",
-            marks=pytest.mark.thorough,
-        ),
-        pytest.param(
-            {"compressor": {"id": "blosc"}}, r"compressor {'id': 'blosc'}; expected zstd", marks=pytest.mark.thorough
-        ),
-        pytest.param(
-            {"filters": [{"id": "delta"}]}, r"filters \[{'id': 'delta'}\]; expected none", marks=pytest.mark.thorough
-        ),
-        pytest.param(
-            {"attributes": [0] * 300}, r"a JSON text of \d+ values; expected at most 250", marks=pytest.mark.thorough
-        ),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in DECLARATIONS),
     ],
     ids=str,
 )

@@ -25,17 +25,13 @@ from models.run_folder.metrics import RunFolder
 from models.training.loop import Run, _restored
 from models.training.resume import as_before, layout_of
 from models.training.step import make_programs
-from tests.models.small import CONFIG, CORPUS, on, run
+from tests.models.small import CONFIG, CORPUS, losses, on, run
 
 pytestmark = pytest.mark.slow
 
 
 def programs(config):
     return make_programs(config, make_mesh(config.parallel), make_system(config.parallel))
-
-
-def losses(folder):
-    return [row["loss"] for row in RunFolder(folder).rows("step")]
 
 
 @pytest.mark.parametrize("mesh", [(2, 4), (1, 4), (4, 2), (1, 1)], ids=str)

@@ -10,7 +10,7 @@ from rich.console import Console
 from models.config import RelocationConfig
 from models.run_folder.metrics import RunFolder
 from models.training.loop import execute, prepare
-from tests.models.small import CONFIG, CORPUS, run
+from tests.models.small import CONFIG, CORPUS, losses, run
 
 pytestmark = pytest.mark.slow
 
@@ -19,10 +19,6 @@ MOVING = dataclasses.replace(
     parallel=dataclasses.replace(CONFIG.parallel, ranks_per_domain=4),
     relocation=RelocationConfig(interval=2, min_gain=0.0),
 )
-
-
-def losses(folder):
-    return [row["loss"] for row in folder.rows("step")]
 
 
 def by_expert(folder):

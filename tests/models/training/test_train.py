@@ -21,13 +21,9 @@ from models.training.loop import prepare
 from models.training.optimizer import make_schedule
 from models.training.step import make_programs
 from tests.models.reference_loss import next_token_loss
-from tests.models.small import CONFIG, CORPUS, on, run
+from tests.models.small import CONFIG, CORPUS, losses, on, run
 
 pytestmark = pytest.mark.slow
-
-
-def losses(folder):
-    return [row["loss"] for row in RunFolder(folder).rows("step")]
 
 
 def last_state(folder):

@@ -21,6 +21,7 @@ from models.tiny_checkpoint import tiny_config, write_tiny
 from models.training.source import source_of
 from tests.models.processes import end, free_port, start
 from tests.models.reference_loss import next_token_loss
+from tests.models.small import losses
 
 TEXT = "the quick brown fox jumps over the lazy dog. "
 SMALL = ["--set", "batch.sequence_length=16", "--set", "optimizer.learning_rate=1e-2", "--system", "plain"]
@@ -55,10 +56,6 @@ def tuned(checkpoint, name, *options):
     result = CliRunner().invoke(train.app, list(map(str, arguments)))
     assert result.exit_code == 0, result.output
     return RunFolder(folder), result.output
-
-
-def losses(folder):
-    return [row["loss"] for row in folder.rows("step")]
 
 
 def held_out(checkpoint):
