@@ -1,9 +1,9 @@
 """Configuration and presets of training runs."""
 
-import math
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from jax_moe_lb.core.checks import Count, Least, Natural, NonNegative, Positive, checked_fields
 from jax_moe_lb.layer import CHECKPOINT_NAMES
 from jax_moe_lb.layer.system import DISPATCHES
 
@@ -15,20 +15,6 @@ SCHEDULES = ("cosine", "linear", "constant", "wsd")
 ANSWERS = ("all", "last")
 
 
-def require_positive(config: Any, *names: str) -> None:
-    """Raise `ValueError` unless fields are at least 1, or `None`."""
-    for name in names:
-        if (value := getattr(config, name)) is not None and value < 1:
-            raise ValueError(f"{name} is {value}; expected at least 1")
-
-
-def require_finite(config: Any, *names: str) -> None:
-    """Raise `ValueError` unless fields are finite and at least 0."""
-    for name in names:
-        if not 0 <= (value := getattr(config, name)) < math.inf:
-            raise ValueError(f"{name} is {value}; expected a finite number of at least 0")
-
-
 def require_one_of(name: str, value: str, names: tuple[str, ...]) -> None:
     """Raise `ValueError` unless `value` is one of the names."""
     if value not in names:
@@ -36,29 +22,29 @@ def require_one_of(name: str, value: str, names: tuple[str, ...]) -> None:
 
 
 @dataclass(frozen=True)
+@checked_fields
 class ModelConfig:
     """Sizes of a decoder with a mixture of experts in every layer, or a checkpoint with its sizes."""
 
-    num_layers: Annotated[int, "Transformer blocks"] = 4
-    embed_dim: Annotated[int, "`H`, the width of the model"] = 128
-    num_heads: Annotated[int, "attention heads; `embed_dim` must be a multiple of `2 * num_heads`"] = 4
-    mlp_dim: Annotated[int, "`F`, the inner width of an expert"] = 128
-    num_experts: Annotated[int, "`E`, experts per layer"] = 16
-    experts_per_token: Annotated[int, "`K`, experts per token"] = 2
+    num_layers: Annotated[Count, "Transformer blocks"] = 4
+    embed_dim: Annotated[Count, "`H`, the width of the model"] = 128
+    num_heads: Annotated[Count, "attention heads; `embed_dim` must be a multiple of `2 * num_heads`"] = 4
+    mlp_dim: Annotated[Count, "`F`, the inner width of an expert"] = 128
+    num_experts: Annotated[Count, "`E`, experts per layer"] = 16
+    experts_per_token: Annotated[Count, "`K`, experts per token"] = 2
     compute_dtype: Annotated[str, "dtype of activations and matrix products, float32 or bfloat16"] = "float32"
-    vocab_size: Annotated[int, "vocabulary size (default 256, for bytes, or that of `data.tokenizer`)"] = NUM_BYTES
+    vocab_size: Annotated[Count, "vocabulary size (default 256, for bytes, or that of `data.tokenizer`)"] = NUM_BYTES
     remat: Annotated[str | None, 'residuals of a block: "none" for all, "full" for the input, or names to keep'] = None
-    z_loss: Annotated[float, "weight of the router z-loss (ST-MoE), usually 1e-3; 0 omits it"] = 0.0
-    aux_loss: Annotated[float, "weight of the load-balancing loss (Switch Transformer), usually 1e-2; 0 omits it"] = 0.0
-    bias_rate: Annotated[float, "step size of the routing biases (DeepSeek-V3), usually 1e-3; 0 keeps them"] = 0.0
+    z_loss: Annotated[NonNegative, "weight of the router z-loss (ST-MoE), usually 1e-3; 0 omits it"] = 0.0
+    aux_loss: Annotated[NonNegative, "weight of the balancing loss (Switch Transformer), usually 1e-2; 0 omits it"] = (
+        0.0
+    )
+    bias_rate: Annotated[NonNegative, "step size of the routing biases (DeepSeek-V3), usually 1e-3; 0 keeps them"] = 0.0
     checkpoint: Annotated[str | None, "folder to tune, or a published model with random parameters"] = None
     param_dtype: Annotated[str, "dtype of the parameters, float32 or bfloat16"] = "float32"
-    further_weight: Annotated[float, "weight of the multi-token prediction loss, usually 0.3; 0 for none"] = 0.0
+    further_weight: Annotated[NonNegative, "weight of the multi-token prediction loss, usually 0.3; 0 for none"] = 0.0
 
     def __post_init__(self) -> None:
-        require_positive(self, "num_layers", "embed_dim", "num_heads", "mlp_dim", "num_experts", "experts_per_token")
-        require_positive(self, "vocab_size")
-        require_finite(self, "z_loss", "aux_loss", "bias_rate", "further_weight")
         # Rotary embeddings rotate the channels of a head in pairs.
         if self.checkpoint is None and self.embed_dim % (2 * self.num_heads):
             raise ValueError(f"num_heads is {self.num_heads}; expected to divide embed_dim {self.embed_dim} evenly")
@@ -72,43 +58,41 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+@checked_fields
 class LoraConfig:
     """Low-rank adapters of a checkpoint's attention and experts, which alone are trained (LoRA)."""
 
-    rank: Annotated[int, "rank of the adapters; 0 trains all parameters"] = 0
-    alpha: Annotated[float, "factor on an adapter's product, x rank"] = 16.0
+    rank: Annotated[Natural, "rank of the adapters; 0 trains all parameters"] = 0
+    alpha: Annotated[Positive, "factor on an adapter's product, x rank"] = 16.0
     targets: Annotated[str | None, "modules with adapters, as `q_proj,v_proj`; `None`: attention and experts"] = None
 
     def __post_init__(self) -> None:
-        require_finite(self, "rank")
         if self.targets is not None and not self.rank:
             raise ValueError(f"targets is {self.targets!r} with rank 0; expected none. Set lora.rank")
-        if not 0 < self.alpha < math.inf:
-            raise ValueError(f"alpha is {self.alpha}; expected a finite number above 0")
 
 
 @dataclass(frozen=True)
+@checked_fields
 class ParallelConfig:
     """Mesh and load-balancing system."""
 
-    data_parallel: Annotated[int, "data-parallel groups, each with all experts"] = 1
-    expert_parallel: Annotated[int, "`R`, ranks per group"] = 8
+    data_parallel: Annotated[Count, "data-parallel groups, each with all experts"] = 1
+    expert_parallel: Annotated[Count, "`R`, ranks per group"] = 8
     system: Annotated[str, "text `NAME[:OPTION=VALUE,...][+DISPATCH]`; see `jax_moe_lb.systems.system_named`"] = "exact"
     replica_slots: Annotated[int | None, "replica slots per rank; `None` takes the default of the system"] = None
     headroom: Annotated[float | None, "receive buffer size, x mean load; `None` takes the default of the system"] = None
-    ranks_per_domain: Annotated[int | None, "ranks among which expert weights move; `None` takes the whole group"] = (
+    ranks_per_domain: Annotated[Count | None, "ranks among which expert weights move; `None` takes the whole group"] = (
         None
     )
-    max_rounds: Annotated[int | None, "maximum rounds compiled into a step; `None` for no limit"] = None
+    max_rounds: Annotated[Count | None, "maximum rounds compiled into a step; `None` for no limit"] = None
     dispatch: Annotated[str | None, '"direct" or "once"; `None` chooses by `dispatch_by_rule`'] = None
-    stages: Annotated[int, "pipeline stages of a checkpoint's layers with experts; 1 for no pipeline"] = 1
-    repeats: Annotated[int, "times a microbatch passes each stage; a stage then has this many blocks of layers"] = 1
+    stages: Annotated[Count, "pipeline stages of a checkpoint's layers with experts; 1 for no pipeline"] = 1
+    repeats: Annotated[Count, "times a microbatch passes each stage; a stage then has this many blocks of layers"] = 1
     microbatches: Annotated[int | None, "microbatches in the pipeline, a multiple of `stages`, the default"] = None
-    layers_before: Annotated[int, "layers with experts before the pipeline, if it cannot divide all of them"] = 0
+    layers_before: Annotated[Natural, "layers with experts before the pipeline, if it cannot divide all of them"] = 0
 
     def __post_init__(self) -> None:
         self._check_pipeline()
-        require_positive(self, "data_parallel", "expert_parallel", "max_rounds", "ranks_per_domain")
         if self.dispatch is not None:
             require_one_of("dispatch", self.dispatch, tuple(DISPATCHES))
         if self.ranks_per_domain is not None and self.expert_parallel % self.ranks_per_domain:
@@ -116,8 +100,6 @@ class ParallelConfig:
             raise ValueError(f"ranks_per_domain is {self.ranks_per_domain}; expected {expected}")
 
     def _check_pipeline(self) -> None:
-        require_positive(self, "stages", "repeats")
-        require_finite(self, "layers_before")
         if self.num_microbatches < 1 or self.num_microbatches % self.stages:
             raise ValueError(f"microbatches is {self.microbatches}; expected a multiple of stages {self.stages}")
         for name, usual in {"repeats": 1, "microbatches": None, "layers_before": 0}.items():
@@ -146,114 +128,101 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+@checked_fields
 class BatchConfig:
     """Batch of one optimizer step."""
 
-    size: Annotated[int, "sequences per step, over all devices"] = 32
-    sequence_length: Annotated[int, "tokens per sequence"] = 128
-    accumulate: Annotated[int, "microbatches per step, routed and planned on their own"] = 1
-
-    def __post_init__(self) -> None:
-        require_positive(self, "size", "sequence_length", "accumulate")
+    size: Annotated[Count, "sequences per step, over all devices"] = 32
+    sequence_length: Annotated[Count, "tokens per sequence"] = 128
+    accumulate: Annotated[Count, "microbatches per step, routed and planned on their own"] = 1
 
 
 @dataclass(frozen=True)
+@checked_fields
 class OptimizerConfig:
     """Optimizer and its learning rate schedule."""
 
-    learning_rate: Annotated[float, "peak learning rate"] = 3e-3
+    learning_rate: Annotated[Positive, "peak learning rate"] = 3e-3
     schedule: Annotated[str, 'decay after the warm-up: "cosine", "linear", "wsd", or "constant" for none'] = "cosine"
-    warmup_steps: Annotated[int, "steps until the peak, at most a fifth of all steps"] = 20
-    weight_decay: Annotated[float, "weight decay, of matrices alone; x learning rate"] = 0.1
-    clip_norm: Annotated[float, "maximum global gradient norm"] = 1.0
+    warmup_steps: Annotated[Natural, "steps until the peak, at most a fifth of all steps"] = 20
+    weight_decay: Annotated[NonNegative, "weight decay, of matrices alone; x learning rate"] = 0.1
+    clip_norm: Annotated[Positive, "maximum global gradient norm"] = 1.0
     name: Annotated[str, '"adamw", "muon" for matrices of layers, "adafactor" or "sgd"'] = "adamw"
     state_dtype: Annotated[str, "dtype of the state of the optimizer, float32 or bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
         require_one_of("name", self.name, OPTIMIZERS)
         require_one_of("state_dtype", self.state_dtype, COMPUTE_DTYPES)
-        for name in ("learning_rate", "clip_norm"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected a finite number above 0")
-        require_finite(self, "warmup_steps", "weight_decay")
         require_one_of("schedule", self.schedule, SCHEDULES)
 
 
 @dataclass(frozen=True)
+@checked_fields
 class DataConfig:
     """Text and tokenizer."""
 
     text_field: Annotated[str, "JSON field containing the document in each line of a `.jsonl` file"] = "text"
     tokenizer: Annotated[str | None, "path of a `tokenizer.json`; `None`: bytes, or that of the checkpoint"] = None
-    max_corpus_bytes: Annotated[int, "size of the default text in bytes, used if no data are given"] = 4_000_000
+    max_corpus_bytes: Annotated[Count, "size of the default text in bytes, used if no data are given"] = 4_000_000
     validation: Annotated[str | None, "path of held-out data; `None` holds out a part of the training data"] = None
     within_documents: Annotated[bool, "attention of a checkpoint's model stays within a document"] = True
     answers: Annotated[str, 'answers of a conversation to learn: "all", or "last" after the last user message'] = "all"
 
     def __post_init__(self) -> None:
         require_one_of("answers", self.answers, ANSWERS)
-        require_positive(self, "max_corpus_bytes")
 
 
 @dataclass(frozen=True)
+@checked_fields
 class ValidationConfig:
     """Validation during the run."""
 
-    interval: Annotated[int, "steps between validations"] = 25
-    batches: Annotated[int, "batches per validation; each validation uses the same ones"] = 4
-
-    def __post_init__(self) -> None:
-        require_positive(self, "interval", "batches")
+    interval: Annotated[Count, "steps between validations"] = 25
+    batches: Annotated[Count, "batches per validation; each validation uses the same ones"] = 4
 
 
 @dataclass(frozen=True)
+@checked_fields
 class CheckpointConfig:
     """Checkpoints and their retention."""
 
-    interval: Annotated[int, "steps between checkpoints"] = 100
-    keep: Annotated[int, "number of newest checkpoints to keep"] = 2
-    keep_every_s: Annotated[int | None, "seconds between checkpoints to keep for ever; `None` for none"] = None
-
-    def __post_init__(self) -> None:
-        require_positive(self, "interval", "keep", "keep_every_s")
+    interval: Annotated[Count, "steps between checkpoints"] = 100
+    keep: Annotated[Count, "number of newest checkpoints to keep"] = 2
+    keep_every_s: Annotated[Count | None, "seconds between checkpoints to keep for ever; `None` for none"] = None
 
 
 @dataclass(frozen=True)
+@checked_fields
 class RelocationConfig:
     """Relocation of home experts to other ranks."""
 
-    interval: Annotated[int | None, "steps between relocations; `None` disables relocation"] = None
+    interval: Annotated[Count | None, "steps between relocations; `None` disables relocation"] = None
     min_gain: Annotated[float, "least reduction of a layer's highest domain load to move experts, a fraction"] = 0.02
 
     def __post_init__(self) -> None:
-        require_positive(self, "interval")
         if not 0 <= self.min_gain < 1:
             raise ValueError(f"min_gain is {self.min_gain}; expected at least 0 and less than 1")
 
 
 @dataclass(frozen=True)
+@checked_fields
 class MultiProcessConfig:
     """Coordinates of this process in a multi-process run; `models.multi_process.rendezvous` detects each `None`."""
 
     coordinator: Annotated[str | None, "HOST:PORT of process 0; `None` detects it as `jax.distributed` does"] = None
     num_processes: Annotated[int | None, "number of processes of the run; `None` detects it"] = None
     process_id: Annotated[int | None, "index of this process, from 0; `None` detects it"] = None
-    join_timeout_s: Annotated[float, "timeout for all processes to join, in seconds"] = 60.0
+    join_timeout_s: Annotated[Positive, "timeout for all processes to join, in seconds"] = 60.0
     stall_timeout_s: Annotated[
-        float | None,
+        Annotated[float, Least(10.0)] | None,
         "seconds without progress after which the run ends, as if a process were lost; longer than the longest step, "
         "validation and checkpoint. `None`: never if a process is stopped; if all respond, 1800 s, or 10 times the "
         "longest interval between two steps if that is longer",
     ] = None
 
-    def __post_init__(self) -> None:
-        if self.stall_timeout_s is not None and not 10 <= self.stall_timeout_s < math.inf:
-            raise ValueError(
-                f"stall_timeout_s is {self.stall_timeout_s}; expected a finite number of at least 10, or None"
-            )
-
 
 @dataclass(frozen=True)
+@checked_fields
 class TrainConfig:
     """Configuration of a training run; the defaults are the preset `tiny`."""
 
@@ -267,13 +236,10 @@ class TrainConfig:
     checkpoints: CheckpointConfig = CheckpointConfig()  # checkpoints and their retention
     relocation: RelocationConfig = RelocationConfig()  # relocation of home experts
     multi_process: MultiProcessConfig = MultiProcessConfig()  # coordinates of this process
-    steps: int = 200  # optimizer steps, over which the learning rate decays
-    seed: int = 0  # seed of parameters and batches
+    steps: Count = 200  # optimizer steps, over which the learning rate decays
+    seed: Natural = 0  # seed of parameters and batches
 
     def __post_init__(self) -> None:
-        require_positive(self, "steps")
-        if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}; expected at least 0")
         parallel, batch = self.parallel, self.batch
         if batch.size % (self.num_microbatches * parallel.data_parallel * parallel.expert_parallel):
             times = f" x microbatches {parallel.num_microbatches}" if parallel.stages > 1 else ""

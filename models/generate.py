@@ -20,6 +20,7 @@ from models.mesh import make_mesh, make_system, offer_cpu_devices
 from models.pretrained.generation import Generator, Sampling
 from models.pretrained.loading import from_pretrained
 from models.run_folder.metrics import CountsTrace
+from models.settings import in_section
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # last character of a text whose last character has further tokens
 
@@ -96,8 +97,9 @@ def main(
     """Print each prompt with its continuation, or with --chat or --messages the answer."""
     try:
         limits = FileLimits().scaled(file_limits)
-        parallel = ParallelConfig(data_parallel, expert_parallel, system)
-        sampling = Sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed)
+        with in_section(""):
+            parallel = ParallelConfig(data_parallel, expert_parallel, system)
+            sampling = Sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed)
         texts = prompt or []
         if bool(texts) == (messages is not None):
             raise ValueError(f"prompt is {prompt} and messages is {messages}; expected one of them")

@@ -128,12 +128,12 @@ def updated(config: ConfigT, given: Mapping[str, Any], prefix: str = "") -> Conf
 
 @contextmanager
 def in_section(section: str) -> Iterator[None]:
-    """Prefix the messages of errors, which start with a key, with the section in place of a class."""
+    """Prefix the messages of errors, which start with a key, with the section, if any, in place of a class."""
     try:
         yield
     except ValueError as error:
         key = re.sub(r"^[A-Z]\w*\.", "", str(error))
-        raise ValueError(f"{section}.{key}" if section else str(error)) from error
+        raise ValueError(f"{section}.{key}" if section else key) from error
 
 
 def list_keys(config: TrainConfig) -> str:
@@ -142,7 +142,7 @@ def list_keys(config: TrainConfig) -> str:
     for section, kind in _sections().items():
         meanings, values = typing.get_type_hints(kind, include_extras=True), getattr(config, section)
         for key, hint in _kinds(kind).items():
-            value, meaning = getattr(values, key), meanings[key].__metadata__[0]
+            value, meaning = getattr(values, key), meanings[key].__metadata__[-1]
             shown_value = "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
             rows.append((f"{section}.{key}", _expected(hint), shown_value, meaning))
     rows = [("key", "type", "value", ""), *rows]

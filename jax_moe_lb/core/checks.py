@@ -179,7 +179,7 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 
 def _options(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if _is_union(kind) else (kind,)
+    return get_args(_base(kind)) if _is_union(_base(kind)) else (kind,)
 
 
 def _base(kind: Any) -> Any:

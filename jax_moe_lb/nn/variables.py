@@ -6,8 +6,6 @@ from flax import nnx
 class BalancerState(nnx.Variable):
     """Balancer state between steps."""
 
-    # Optimizers do not update it: it is no `nnx.Param`.
-
 
 class RouterBias(nnx.Variable):
     """Routing bias per expert, `[E]` float32."""

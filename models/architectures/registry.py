@@ -126,7 +126,7 @@ def configured(
         config = architecture.read(known)
         known.refuse_unread()
     except ValueError as error:
-        message = str(error).removeprefix("config.json: ")
+        message = str(error).removeprefix("config.json: ").removeprefix("DecoderConfig.")
         raise ValueError(f"config.json: {message}") from error
     # A slice of an expert's tensor has eight values: see `ParameterSlice`.
     num_values = 8 * 3 * (config.num_layers + num_further) * max(config.num_experts, 1)

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_moe_lb import Losses, TopK
+from jax_moe_lb.core.checks import Count, checked_fields
 from jax_moe_lb.core.experts import Activation
-from models.config import COMPUTE_DTYPES, require_one_of, require_positive
+from models.config import COMPUTE_DTYPES, require_one_of
 from models.decoder.rope import Rope
 
 
@@ -34,19 +35,19 @@ class Latent:
 
 
 @dataclass(frozen=True)
+@checked_fields
 class DeltaNet:
     """Sizes of gated delta networks; see `models.decoder.delta_net`."""
 
-    num_heads: int  # `N`, heads of values
-    num_key_heads: int  # `G`, heads of queries and keys, a divisor of `num_heads`
-    key_dim: int  # `K`, channels per head of queries and keys
-    value_dim: int  # `V`, channels per head of values
-    kernel_size: int  # `W`, tokens of the causal convolution
+    num_heads: Count  # `N`, heads of values
+    num_key_heads: Count  # `G`, heads of queries and keys, a divisor of `num_heads`
+    key_dim: Count  # `K`, channels per head of queries and keys
+    value_dim: Count  # `V`, channels per head of values
+    kernel_size: Count  # `W`, tokens of the causal convolution
     # If True, two matrices have all projections, with those of a key head next to each other; else four
     is_joined: bool
 
     def __post_init__(self) -> None:
-        require_positive(self, "num_heads", "num_key_heads", "key_dim", "value_dim", "kernel_size")
         if self.num_heads % self.num_key_heads:
             raise ValueError(
                 f"num_heads is {self.num_heads}; expected a multiple of num_key_heads {self.num_key_heads}"
@@ -103,17 +104,18 @@ class Scores:
 
 
 @dataclass(frozen=True)
+@checked_fields
 class DecoderConfig:
     """Sizes of a decoder, read from a `config.json` by a module of `models.architectures`."""
 
-    vocab_size: int  # size of the vocabulary
-    embed_dim: int  # `H`, the width of the model
-    num_layers: int  # number of blocks
-    num_heads: int  # number of query heads
-    num_kv_heads: int  # number of key and value heads, a divisor of `num_heads`
-    head_dim: int  # `C`, the channels per head
-    mlp_dim: int  # `F`, the inner width of an expert
-    num_experts: int  # `E`, experts per layer
+    vocab_size: Count  # size of the vocabulary
+    embed_dim: Count  # `H`, the width of the model
+    num_layers: Count  # number of blocks
+    num_heads: Count  # number of query heads
+    num_kv_heads: Count  # number of key and value heads, a divisor of `num_heads`
+    head_dim: Count  # `C`, the channels per head
+    mlp_dim: Count  # `F`, the inner width of an expert
+    num_experts: Count  # `E`, experts per layer
     router: TopK  # router; its `num_experts_per_tok` is `K`
     norm_eps: float  # epsilon of the RMS norms
     rope: Rope  # rotary embedding
@@ -164,8 +166,6 @@ class DecoderConfig:
     max_positions: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        require_positive(self, "vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-        require_positive(self, "mlp_dim", "num_experts")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads is {self.num_kv_heads}; expected a divisor of num_heads {self.num_heads}")
         if self.rope.dim > self.head_dim:

@@ -14,35 +14,32 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_moe_lb import Stats, compiler_options, raise_on_fault
-from models.config import require_finite
+from jax_moe_lb.core.checks import Natural, NonNegative, Positive, checked_fields
 from models.decoder.attention import Cache
 from models.decoder.model import Decoder
 from models.mesh import batch_sharding, state_shardings
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Sampling:
     """Sampling of the next token."""
 
-    temperature: float = 0.0  # divisor of the logits; 0 (default) selects the most likely token
+    temperature: NonNegative = 0.0  # divisor of the logits; 0 (default) selects the most likely token
     # Sample from the most likely tokens whose cumulative probability reaches this value; 1 (default) keeps all
-    top_p: float = 1.0
-    top_k: int = 0  # sample from this many most likely tokens; 0 (default) keeps all
+    top_p: Positive = 1.0
+    top_k: Natural = 0  # sample from this many most likely tokens; 0 (default) keeps all
     # Sample from tokens with at least this fraction of the largest probability; 0 (default) keeps all
-    min_p: float = 0.0
+    min_p: NonNegative = 0.0
     # Divisor of the positive logits of tokens that occurred before, and factor on the negative ones; 1 (default) for
     # none
-    repetition_penalty: float = 1.0
-    seed: int = 0  # seed of the random numbers
+    repetition_penalty: Positive = 1.0
+    seed: Natural = 0  # seed of the random numbers
 
     def __post_init__(self) -> None:
-        require_finite(self, "temperature", "top_k", "seed")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; expected more than 0 and at most 1")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p is {self.min_p}; expected 0 to 1")
-        if not 0 < self.repetition_penalty < float("inf"):
-            raise ValueError(f"repetition_penalty is {self.repetition_penalty}; expected a finite number above 0")
+        for name in ("top_p", "min_p"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at most 1")
 
 
 def choose(logits: Array, sampling: Sampling, key: Array, occurred: Array | None = None) -> Array:

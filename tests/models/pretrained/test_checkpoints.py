@@ -286,7 +286,7 @@ def test_generating_from_the_command_line(mixtral, tmp_path):
         (["--dtype", "int8"], "compute_dtype is 'int8'"),
         (["--system", "best"], "system is 'best'"),
         (["--prompt", ""], "prompt has no tokens"),
-        (["--top-p", "0"], "top_p is 0.0"),
+        (["--top-p", "0"], "error: top_p is 0.0"),
         (["--repetition-penalty", "0"], "repetition_penalty is 0.0"),
         (["--stream", "--prompt", "b"], "stream is set with 2 prompts; expected one"),
         (["--max-new-tokens", "0"], "max_new_tokens is 0"),
