@@ -134,28 +134,6 @@ def test_groups_side_by_side_have_plans_of_their_own(axis_type):
 
 
 @pytest.mark.slow
-def test_scan_over_layers():
-    layers = 3
-    placement, _ = load()
-    quotas = jnp.stack([load(seed)[1] for seed in range(layers)])
-    home = jnp.asarray(np.random.default_rng(7).normal(size=(RANKS * HOME, layers, 6)), jnp.float32)
-
-    def through(calls):
-        def one_rank(home, quotas, x):
-            def layer(x, parts):
-                wave, plan, slots = calls(parts[0], placement, parts[1], x)
-                return jnp.tanh(wave + slots.sum()), (plan, slots)
-
-            x, (plans, slots) = jax.lax.scan(layer, x, (home.swapaxes(0, 1), quotas))
-            return x, plans, slots.swapaxes(0, 1)
-
-        run = over_ranks(one_rank, in_specs=(SPEC, ALL, SPEC), check_vma=True)
-        return run(home, quotas, jnp.ones((RANKS * 2, 6)))
-
-    assert_equal(through(together), through(separately))
-
-
-@pytest.mark.slow
 def test_many_repetitions_in_one_program_beside_collectives():
     def one_rank(home, placement, quota, x):
         for _ in range(4):

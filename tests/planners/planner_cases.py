@@ -57,11 +57,11 @@ def draw_tokens(rng, shape, scale=200):
     return np.where(rng.random(shape) < 0.2, 7, tokens).astype(np.int32)
 
 
-def draw_plan(rng, num_ranks, num_home, slots, domain, empty=0.4):
+def draw_plan(rng, num_ranks, num_home, slots, domain, empty=0.4, scale=200):
     """Return a legal placement and a quota on its slots."""
     placement = draw_placement(rng, num_ranks, num_home, slots, domain, empty)
     holds = (placement[:, :, None] == np.arange(num_ranks * num_home)).any(1).T
-    return placement, np.where(holds, draw_tokens(rng, holds.shape), 0).astype(np.int32)
+    return placement, np.where(holds, draw_tokens(rng, holds.shape, scale), 0).astype(np.int32)
 
 
 def draw_counts(rng, num_ranks, num_home, slots, domain, empty=0.4):

@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 
 from benchmarks.layer.workloads import WORKLOADS
-from jax_moe_lb import Plan, System, TopK, Topology, _planning
-from jax_moe_lb.balancers import Exact
+from jax_moe_lb import Plan, _planning
 from jax_moe_lb.core import check_plan, custom_calls
 from jax_moe_lb.planners.base import plan_on_host
 from jax_moe_lb.planners.exact import exact
 from jax_moe_lb.planners.exact_packing import _may, _Places, fill
 from jax_moe_lb.planners.exact_search import exact_in_jax, usual_way
-from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 from tests.planners.planner_cases import STOPPED, assert_same
 
 ANY = 2**63 - 1
@@ -244,22 +242,6 @@ def test_without_a_planning_module_the_host_cannot_be_called(monkeypatch):
         exact(np.ones((2, 4), np.int32), 3, 2, call_host=True)
     # NumPy arrays are then planned by a JAX program.
     assert isinstance(exact(np.ones((2, 4), np.int32), 3, 2)[0], np.ndarray | jax.Array)
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-@pytest.mark.parametrize("balancer", [Exact(max_fan_out=2), Exact(call_host=True)], ids=str)
-def test_a_layer_equals_the_dense_one(no_custom_calls, balancer):
-    case, mesh = Case(), make_mesh((4,), ("expert",))
-    topology, router = Topology.from_mesh(mesh), TopK(2)
-    kernel, experts = case.params(np.float32)
-    x, mask = case.tokens(WORKLOADS[1], 4, np.float32)
-    system = System(balancer, replica_slots=2)
-    operands = x, mask, kernel, experts, jax.random.normal(jax.random.key(0), x.shape)
-    (y, stats), gradients = with_gradients(sharded_moe(mesh, topology, system, router))(*operands)
-    (want, _), wanted = dense_with_gradients(router)(*operands)
-    assert_close((y, gradients), (want, wanted), 1e-5)
-    assert (stats.imbalance_after < stats.imbalance_before).all()
 
 
 @pytest.mark.slow

@@ -1,15 +1,13 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
 from jax_moe_lb import Plan
 from jax_moe_lb.core import check_plan, traffic
 from jax_moe_lb.transport import Gather, PeerCopy, Relay
-from tests.transport.test_peer_copy import HOME, MESH, RANKS, SLOTS, SPEC, TOPOLOGY, experts, slots_and_gradients
+from tests.transport.test_peer_copy import HOME, RANKS, SLOTS, TOPOLOGY, experts, slots_and_gradients
 
 START = np.arange(RANKS * HOME, dtype=np.int32).reshape(RANKS, HOME)
 
@@ -70,29 +68,6 @@ def test_slots_and_gradients_are_those_of_copies_from_home_to_the_bit():
     slots, gradients = slots_and_gradients(Gather(), placement)
     jax.tree.map(np.testing.assert_array_equal, relayed[0], slots)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), relayed[1], gradients)
-
-
-@pytest.mark.slow
-def test_in_two_parts_it_copies_and_sums_the_same():
-    def one_rank(experts, placement):
-        plan = Plan(placement, jnp.zeros((RANKS * HOME, RANKS), jnp.int32), domain=RANKS)
-        whole, vjp = jax.vjp(lambda experts: Relay()(experts, plan, TOPOLOGY), experts)
-        replicas = Relay().join(Relay().start(experts, plan, TOPOLOGY), ())
-        upstream = jax.tree.map(lambda home, w: jnp.concatenate([jnp.zeros_like(home), w]), experts, replicas)
-        zeros = jax.tree.map(jnp.zeros_like, experts)
-        return whole, replicas, vjp(upstream)[0], Relay().add_at_home(zeros, replicas, plan, TOPOLOGY)
-
-    run = jax.shard_map(one_rank, mesh=MESH, in_specs=(SPEC, PartitionSpec()), out_specs=SPEC)
-    whole, replicas, gradients, sums = jax.jit(run)(experts(), jnp.asarray(popular_placement()))
-    slots = jax.tree.map(lambda w: w.reshape(RANKS, SLOTS, *w.shape[1:])[:, HOME:].reshape(-1, *w.shape[1:]), whole)
-    jax.tree.map(np.testing.assert_array_equal, slots, replicas)
-    jax.tree.map(np.testing.assert_array_equal, gradients, sums)
-
-
-def test_relays_are_the_same_for_traced_and_host_placements():
-    placement = popular_placement()
-    traced = jax.jit(lambda placement: Relay().plan(Plan(placement, jnp.zeros((24, 8), jnp.int32), domain=8)).relay)
-    np.testing.assert_array_equal(traced(jnp.asarray(placement)), planned(placement).relay)
 
 
 def test_a_plan_with_relays_is_refused():

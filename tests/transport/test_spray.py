@@ -2,7 +2,7 @@
 
 import functools
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from benchmarks.layer.workloads import WORKLOADS
-from jax_moe_lb import Buffers, Chain, Plan, System, Topology
-from jax_moe_lb.balancers import Greedy, RailS
-from jax_moe_lb.collectives import ragged_all_to_all as exchange_module
+from jax_moe_lb import Buffers, Plan, System, Topology
+from jax_moe_lb.balancers import RailS
 from jax_moe_lb.core import plain_plan
 from jax_moe_lb.core.plan import rows_between
 from jax_moe_lb.transport import Direct, MultiRailDispatch
 from jax_moe_lb.transport.exchange import to_sending_order
 from jax_moe_lb.transport.spray import by_own_rail, by_rail_rank
-from tests.layer_cases import Case, assert_close, make_mesh, sharded_moe, with_gradients
+from tests.layer_cases import Case, make_mesh, sharded_moe, with_gradients
 from tests.oracle import random_plan
 
 BY_NAME = {workload.name: workload for workload in WORKLOADS}
@@ -188,45 +187,7 @@ def test_without_rails_rows_travel_along_the_receivers_rail():
     np.testing.assert_array_equal(by_own_rail(rows, topology), by_rail_rank(jnp.asarray(rails, jnp.int32), topology))
 
 
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_the_layer_equals_that_of_direct_dispatch():
-    """Outputs and statistics are bitwise equal. Each round sums gradients of other rows."""
-    case, mesh = Case(), make_mesh((2, 2, 2), ("data", "node", "rail"))
-    topology = Topology.from_mesh(mesh, ("node", "rail"), rails_per_node=2)
-    x, mask = case.tokens(BY_NAME["zipf"], 8, "float32")
-    target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), "float32")
-    systems = (
-        System(Greedy(), dispatch=Direct(Buffers(HEADROOM)), replica_slots=2),
-        System(Chain((Greedy(), RailS())), dispatch=MultiRailDispatch(Buffers(HEADROOM)), replica_slots=2),
-    )
-    operands = x, mask, *case.params("float32"), target
-    results = [with_gradients(sharded_moe(mesh, topology, system))(*operands) for system in systems]
-    ((want_y, want_stats), want_gradients), ((y, stats), gradients) = results
-    assert int(stats.rounds.max()) > 1
-    np.testing.assert_array_equal(y, want_y)
-    for name in (field.name for field in fields(stats) if field.name != "fault"):
-        np.testing.assert_array_equal(getattr(stats, name), getattr(want_stats, name), err_msg=name)
-    assert_close(gradients, want_gradients, 1e-6)
-
-
 # ---- traffic between nodes ------------------------------------------------------------
-
-
-def replica_groups(line):
-    """Return the groups of an XLA collective, in each of its notations: listed, as a transposed grid, by mesh axes."""
-    text = line.split("replica_groups=")[1]
-    if text.startswith("{"):
-        return [numbers(group) for group in re.findall(r"\{([\d, ]+)\}", text.split("}}")[0] + "}")]
-    if text.startswith("["):
-        shape, dims, order = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text).groups()
-        ids = np.arange(np.prod(numbers(dims))).reshape(numbers(dims))
-        return ids.transpose(numbers(order) if order else None).reshape(numbers(shape)).tolist()
-    sizes, chosen = re.match(r"mesh\[(.*?)\] \{(.*?)\}", text).groups()
-    names, sizes = zip(*re.findall(r"'(\w+)'=(\d+)", sizes), strict=True)
-    along = [names.index(name) for name in re.findall(r"'(\w+)'", chosen)]
-    ids = np.moveaxis(np.arange(RANKS).reshape([int(size) for size in sizes]), along, range(-len(along), 0))
-    return ids.reshape(-1, np.prod([int(sizes[axis]) for axis in along])).tolist()
 
 
 def numbers(text):
@@ -238,29 +199,6 @@ def kind(groups, members):
     inside = all(len({r // members for r in group}) == 1 for group in groups)
     along = all(len({r % members for r in group}) == 1 for group in groups)
     return "inside a node" if inside else "along a rail" if along else "anywhere"
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_no_row_leaves_its_rail_between_nodes_in_a_compiled_program(monkeypatch):
-    """Dispatch and combine with XLA's collectives; all other exchanged values are integers."""
-    monkeypatch.setattr(exchange_module, "moves_in_process", lambda: False)
-    mesh, topology = layout("two ranks at each rail")
-    x, experts, counts, plan = draw(np.random.default_rng(1), 1.0)
-    sprayed = RailS().rebalance(counts, plan, topology, ())[0]
-    program = (
-        exchange(MultiRailDispatch(Buffers(HEADROOM)), mesh, topology).lower(x, experts, counts, sprayed).compile()
-    )
-    found = []
-    for line in program.as_text().splitlines():
-        collective = re.search(r" = (.*?) (all-[a-z-]+|collective-[a-z-]+|reduce-scatter)\(", line)
-        if collective and "f32[" in collective[1]:
-            assert collective[2] == "all-to-all", line
-            found.append(kind(replica_groups(line), 4))
-    assert sorted(found) == ["along a rail"] * 2 + ["inside a node"] * 6
-    got, want = program(x, experts, counts, sprayed), direct()(x, experts, counts, plan)
-    for a, b in zip((*by_slot(got), *got[2:4]), (*by_slot(want), *want[2:4]), strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.slow
