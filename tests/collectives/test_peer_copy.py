@@ -37,8 +37,8 @@ from tests.layer_cases import make_mesh
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_slots_are_their_experts_and_gradients_are_their_sums(dtype):
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+def test_slots_are_their_experts_and_gradients_are_their_sums(dtype, x64):
     home = weights(dtype)
     forward, backward = over_ranks(copy), over_ranks(loss_and_copies, (SPEC, ALL, SPEC))
     for name, wanted in TABLES.items():

@@ -1,7 +1,5 @@
 """Plan and slots equal those of the separate calls; tests use the custom calls unless stated otherwise."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +12,7 @@ from jax_moe_lb.core import custom_calls
 from jax_moe_lb.planners.base import edit
 from jax_moe_lb.planners.feplb import feplb_planner
 from jax_moe_lb.planners.greedy import greedy_planner
+from tests.dependencies import of_compiled
 from tests.layer_cases import make_mesh
 
 RANKS, HOME, SLOTS = 8, 3, 5
@@ -170,38 +169,24 @@ def test_equal_loads_in_a_loop_and_twice_in_a_program():
 
 
 def test_the_static_wave_needs_neither_plan_nor_copies_and_comes_before():
-    run = over_ranks(together)
-    lines = run.lower(*arguments()).compile().as_text()
-    entry = [line.strip() for line in lines[lines.index("ENTRY") :].splitlines() if " = " in line]
-    operands = {}
-    for line in entry:
-        name, body = line.removeprefix("ROOT ").split(" = ", 1)
-        operands[name] = set(re.findall(r"%[\w.-]+", body.split(", metadata=")[0]))
-    (posted,) = [line.split(" = ")[0] for line in entry if 'custom_call_target="moe_lb_copy_post"' in line]
-    (planned,) = [line.split(" = ")[0] for line in entry if "moe_lb_plan_greedy_and_copy" in line]
-    waves = [line.removeprefix("ROOT ").split(" = ")[0] for line in entry if "/static_wave/" in line]
-
-    def needs(name):
-        found, todo = set(), [name]
-        while todo:
-            new = operands.get(todo.pop(), set()) - found
-            found |= new
-            todo += new
-        return found
-
+    graph = of_compiled(over_ranks(together).lower(*arguments()).compile().as_text())
+    (posted,) = graph.holding('custom_call_target="moe_lb_copy_post"')
+    (planned,) = graph.holding("moe_lb_plan_greedy_and_copy")
+    waves = graph.holding("/static_wave/")
     assert waves
-    assert posted in needs(planned)
+    assert posted in graph.needs([planned])
     # The wave passed through `plan_and_copy` is computed before it and independent of the calls.
-    assert set(waves) <= needs(planned)
+    assert waves <= graph.needs([planned])
     for wave in waves:
-        assert posted in needs(wave)
-        assert planned not in needs(wave)
+        assert posted in graph.needs([wave])
+        assert planned not in graph.needs([wave])
     # The slots reuse the memory of `post`, and neither they nor the wave are copied.
-    call = next(line for line in entry if "moe_lb_plan_greedy_and_copy" in line)
+    (call,) = graph.lines[planned]
     kinds = len(weights())
     for i in range(kinds + 1):
         assert f"{{{3 + i}}}: ({3 + kinds + i}, {{}}" in call
-    assert not [name for name in operands[planned] if name.startswith("%copy") and needs(name) & {posted, *waves}]
+    copies = [name for name in graph.operands[planned] if name.startswith("%copy")]
+    assert not any(graph.needs([name]) & {posted, *waves} for name in copies)
 
 
 # ---- invalid inputs -----------------------------------------------------------------

@@ -78,7 +78,6 @@ class Member:
             wait_until(self.ended, START_S)
 
     def lines(self, stream: str = "stderr") -> list[str]:
-        """Return the lines of a stream."""
         path = self.output.with_suffix(f".{stream}")
         return path.read_text(errors="replace").splitlines() if path.exists() else []
 

@@ -68,7 +68,6 @@ class Sample:
 
 
 def kind_of(seed: int, index: int) -> str:
-    """Return the kind of one case."""
     return random.Random(f"{seed}-{index}").choice(list(KINDS))
 
 

@@ -29,6 +29,15 @@ def outer_of(name, platform=None):
     return outer
 
 
+def on_cuda(name):
+    """Return the products of NVIDIA GPUs by a backend, which must be their default."""
+
+    def by_backend(product, *operands, sums=None):
+        return _backend(name, product, "cuda")(product, *operands, sums)
+
+    return by_backend
+
+
 def _backend(name, product, platform):
     if platform is not None:
         choice = choose_backend(product, platform)
@@ -38,7 +47,6 @@ def _backend(name, product, platform):
 
 
 def named(name):
-    """Return the backend of a name."""
     (backend,) = (backend for backend in BACKENDS if backend.name == name)
     return backend
 

@@ -19,6 +19,7 @@ from tests.kernels.backend_cases import (
     check_gradients,
     make_operands,
     matmul_of,
+    on_cuda,
     outer_of,
     sums_by_group,
 )
@@ -130,12 +131,7 @@ def test_narrow_operands_are_padded():
 
 @pytest.mark.slow
 def test_gradients(monkeypatch):
-    def on_cuda(product, *operands, sums=None):
-        choice = choose_backend(product, "cuda")
-        assert choice.backend.name == KERNEL, choice.why
-        return choice.backend(product, *operands, sums)
-
-    monkeypatch.setattr(op, "_by_platform", on_cuda)
+    monkeypatch.setattr(op, "_by_platform", on_cuda(KERNEL))
     check_gradients(SIZES["uneven"], NUM_ROWS, run)
 
 

@@ -16,7 +16,7 @@ from tests.kernels.backend_cases import (
     check_gradients,
     make_operands,
     matmul_of,
-    outer_of,
+    on_cuda,
     rejected,
 )
 
@@ -92,14 +92,7 @@ def test_matrices_in_parts_are_read_in_place(transposed):
 
 @pytest.mark.slow
 def test_gradients(monkeypatch):
-    def on_cuda(product, *operands, sums=None):
-        assert sums is None
-        run = (outer_of if product.kind == "outer" else matmul_of)(TRITON, "cuda")
-        options = {"dtype": product.dtype} if product.kind == "outer" else {"transposed": product.is_transposed}
-        *arrays, groups = operands
-        return run(*arrays, groups if product.kind == "outer" else groups.sizes, **options)
-
-    monkeypatch.setattr(op, "_by_platform", on_cuda)
+    monkeypatch.setattr(op, "_by_platform", on_cuda(TRITON))
     check_gradients(SIZES["uneven"], 320, lambda function, *operands: function(*operands), WIDTHS)
 
 

@@ -28,7 +28,6 @@ def transfer(network, source, to):
 
 
 def send(rank, source, to, num_bytes=NUM_BYTES):
-    """Run one rank of the transfer."""
     if rank.index == to:
         with socket.create_server((rank.address, 5000)) as server:
             connection = server.accept()[0]

@@ -206,25 +206,15 @@ def no_custom_calls(monkeypatch):
         monkeypatch.setitem(custom_calls.MODULES, absent, f"jax_moe_lb._absent_{absent}")
 
 
-def without_custom_calls():
-    """Return counts of two layers and their plans under vmap."""
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_jitted_and_eager_plans_are_mapped(no_custom_calls):
     counts = np.stack([WORKLOADS[k].counts(k, 2, 256, 8, 2) for k in (1, 2)])
-    return counts, jax.jit(jax.vmap(lambda counts: exact(counts, 5, 2)))(counts)
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_jitted_is_mapped(no_custom_calls):
-    counts, mapped = without_custom_calls()
+    mapped = jax.jit(jax.vmap(lambda counts: exact(counts, 5, 2)))(counts)
     for layer in range(2):
-        assert_same(tuple(array[layer] for array in mapped), RUN(counts[layer], 5, 2, 0.01, ANY, True))
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_eager_is_mapped(no_custom_calls):
-    counts, mapped = without_custom_calls()
-    assert_same(tuple(array[1] for array in mapped), exact(jnp.asarray(counts[1]), 5, 2))
+        alone = tuple(array[layer] for array in mapped)
+        assert_same(alone, RUN(counts[layer], 5, 2, 0.01, ANY, True))
+        assert_same(alone, exact(jnp.asarray(counts[layer]), 5, 2))
 
 
 def test_the_host_makes_the_plan_of_the_cpp_planner(no_custom_calls):

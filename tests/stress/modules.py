@@ -120,7 +120,6 @@ class Compiled:
 
     @property
     def dtype(self) -> str:
-        """The narrowest dtype."""
         return next(dtype for dtype in ("bfloat16", "float32", "float64") if dtype in self.dtypes)
 
     def draw(self, number: int) -> tuple[str, Inputs, list[dict]]:

@@ -70,21 +70,6 @@ def test_the_largest_entries_arrive_and_the_rest_is_the_mean():
 
 
 @pytest.mark.slow
-def test_errors_fall_with_more_bytes_and_with_the_mean():
-    experts = alike()
-    mean = mean_of(experts)
-
-    def error(codec, mean):
-        return distance(experts, codec.decode(codec.encode(experts, mean), mean, experts))
-
-    shared = [error(Codec(ratio), mean) for ratio in (50.0, 5.0, 1.6)]
-    alone = [error(Codec(ratio), None) for ratio in (50.0, 5.0, 1.6)]
-    assert shared == sorted(shared, reverse=True)
-    assert alone == sorted(alone, reverse=True)
-    assert all(a > 3 * b for a, b in zip(alone, shared, strict=True))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_left_out_comes_later(dtype):
     """Constant weights are transferred completely within `ratio` updates; changing weights lag by as many updates."""

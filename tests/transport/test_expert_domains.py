@@ -133,39 +133,29 @@ def test_table_vii():
             assert len(links("gather", 0, (size,), (2**power,))) == gather
 
 
-def compile_all(sizes):
-    """Compile a small layer for every domain size; the process must have that many devices."""
-    for size in sizes:
-        for power, counts in enumerate(TABLE_VII[size]):
-            devices = np.asarray(jax.devices()[:size])
-            base = Mesh(devices, ("gpu",), axis_types=(AxisType.Auto,))
+def compile_all():
+    """Compile a small layer for every size and domain size of the table, in a process of 32 devices."""
+    for size, table in TABLE_VII.items():
+        base = Mesh(np.asarray(jax.devices()[:size]), ("gpu",), axis_types=(AxisType.Auto,))
+        case = Case(num_tokens=4, num_experts=32, mlp_dim=4, gated=False)
+        operands = *case.tokens(SKEWED, size, "float32"), *case.params("float32")
+        for power, counts in enumerate(table):
             mesh, domains = domains_of((size,), (2**power,), base)
-            case = Case(num_tokens=4, num_experts=32, mlp_dim=4, gated=False)
-            kernel, experts = case.params("float32")
-            x, mask = case.tokens(SKEWED, size, "float32")
-            lowered = jax.jit(hybrid_moe(mesh, domains, plain())).lower(x, mask, kernel, experts)
-            hlo = lowered.compile().as_text()
+            hlo = jax.jit(hybrid_moe(mesh, domains, plain())).lower(*operands).compile().as_text()
             assert check_groups(hlo, (size,), (2**power,), backward=False) == counts[::-1], (size, power)
-            print(size, 2**power)
+    print("done")
 
 
 @pytest.mark.slow
 @pytest.mark.thorough
-def test_compiled_groups_on_8_devices(capsys):
-    compile_all([8])
-    assert capsys.readouterr().out == "8 1\n8 2\n8 4\n8 8\n"
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_compiled_groups_on_16_and_32_devices():
+def test_compiled_groups_are_those_of_table_vii():
     code = (
         "from jax_moe_lb import use_virtual_cpu_devices; use_virtual_cpu_devices(32)\n"
-        "from tests.transport.test_expert_domains import compile_all; compile_all([16, 32])"
+        "from tests.transport.test_expert_domains import compile_all; compile_all()"
     )
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=600)
-    assert done.stdout.split("\n")[-2:] == ["32 32", ""], done.stderr[-2000:]
+    assert done.stdout.endswith("done\n"), done.stderr[-2000:]
 
 
 @pytest.mark.slow

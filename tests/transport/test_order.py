@@ -135,6 +135,17 @@ def test_the_next_chunk_arrives_before_outputs_return(monkeypatch):
     assert graph.names_before("rows back 0") == {"rows 0", "rows 1"}
 
 
+def backward_graph(pull_back, saved=lambda array: Kept()):
+    """Return the graph of a backward round, of which `saved` returns the arrays saved by the forward pass."""
+
+    def backward(tokens, weights, upstream, of_copies, of_weights, array, replicas):
+        carry, batch = ((of_copies, of_weights), None), Batch(tokens, weights, upstream)
+        before = checkpoint_name(replicas, "replicas")
+        return gradient_round(named_round(1), batch, pull_back, carry, saved(array), before)[0]
+
+    return Graph(backward, ones(2), ones(1), ones(2), ones(2), ones(1), ones(2), ones(1))
+
+
 def test_exchanges_of_a_backward_round_have_an_order(monkeypatch):
     order(monkeypatch, one_round)
 
@@ -142,12 +153,7 @@ def test_exchanges_of_a_backward_round_have_an_order(monkeypatch):
         rows = checkpoint_name(batch.rows, "arrived") + batch.upstream
         return rows, batch.weights + batch.upstream[:, :1], None
 
-    def backward(tokens, weights, upstream, of_copies, of_weights, replicas):
-        carry = (of_copies, of_weights), None
-        replicas = checkpoint_name(replicas, "replicas")
-        return gradient_round(named_round(1), Batch(tokens, weights, upstream), pull_back, carry, Kept(), replicas)[0]
-
-    graph = Graph(backward, ones(2), ones(1), ones(2), ones(2), ones(1), ones(1))
+    graph = backward_graph(pull_back)
     assert graph.names_before("rows 0") == {"weights 0"}
     first = {"rows 0", "weights 0", "replicas"}
     assert graph.names_before("rows 1") == first
@@ -162,13 +168,7 @@ def test_exchanges_of_a_backward_round_have_an_order(monkeypatch):
 def test_gradients_of_outputs_travel_after_weights_if_rows_are_saved(monkeypatch):
     """They travel beside the products of the rows; the weights of rows arrive before, beside the gather."""
     order(monkeypatch, one_round)
-
-    def backward(tokens, weights, upstream, of_copies, of_weights, rows, replicas):
-        carry, batch = ((of_copies, of_weights), None), Batch(tokens, weights, upstream)
-        replicas = checkpoint_name(replicas, "replicas")
-        return gradient_round(named_round(1), batch, lambda one, *_: (*one[:2], None), carry, Kept(rows), replicas)[0]
-
-    graph = Graph(backward, ones(2), ones(1), ones(2), ones(2), ones(1), ones(2), ones(1))
+    graph = backward_graph(lambda one, *_: (*one[:2], None), Kept)
     assert graph.names_before("weights 0") == set()
     assert graph.names_before("rows 0") == {"replicas", "weights 0"}
 
@@ -180,12 +180,7 @@ def test_rows_travel_last_if_hidden_activations_are_saved(monkeypatch):
     def pull_back(batch, sizes, sums):
         return checkpoint_name(batch.upstream, "products need") + batch.rows + batch.products[0], batch.weights, None
 
-    def backward(tokens, weights, upstream, of_copies, of_weights, product, replicas):
-        carry, batch = ((of_copies, of_weights), None), Batch(tokens, weights, upstream)
-        saved = Kept(products=(product,))
-        return gradient_round(named_round(1), batch, pull_back, carry, saved, checkpoint_name(replicas, "replicas"))[0]
-
-    graph = Graph(backward, ones(2), ones(1), ones(2), ones(2), ones(1), ones(2), ones(1))
+    graph = backward_graph(pull_back, lambda product: Kept(products=(product,)))
     of_outputs = {"replicas", "weights 0"}
     assert graph.names_before("rows 0") == of_outputs
     assert graph.names_before("rows 1") == graph.names_before("products need") == of_outputs | {"rows 0"}
@@ -205,90 +200,86 @@ def arguments():
     return x, mask, kernel, experts, jnp.asarray(np.random.default_rng(3).normal(size=x.shape), "float32")
 
 
-OPTIONS = {
-    "chunks": (Buffers(headroom=0.4, chunks=2), Saved(replicas=True, rows=True, hidden=True)),
-    "saved": (Buffers(headroom=0.4), Saved(replicas=True, rows=True, hidden=True)),
-    "saved hidden": (Buffers(headroom=0.4), Saved(hidden=True)),
-    "chunks without a loop": (Buffers(headroom=0.4, max_rounds=4, chunks=3), Saved()),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.thorough) for name in OPTIONS])
-def test_chunks_and_saved_arrays_leave_values_unchanged(name):
-    """Also in overflow rounds: a buffer has 0.4 of the mean load."""
-    buffers, saved = OPTIONS[name]
-    usual, args = exact(2, Buffers(headroom=0.4)), arguments()
-    (y, stats), (of_x, of_kernel, of_experts) = with_gradients(layer_of(usual))(*args)
-    (got, got_stats), of = with_gradients(layer_of(usual.replace(buffers=buffers, saved=saved)))(*args)
-    assert int(got_stats.rounds[0]) == int(stats.rounds[0]) > 1
-    for one, want in zip((got, *of[:2]), (y, of_x, of_kernel), strict=True):
-        np.testing.assert_array_equal(one, want)
-    # Rounds of other sizes cut the sums over the rows of an expert in other places.
-    assert_close(of[2], of_experts, 1e-6)
-
-
-LISTS = {"once": (8,), "forward": (2, 4)}
-"""Mesh of each dispatch of lists."""
+EVERYTHING, ROWS, HIDDEN = Saved(True, True, True), Saved(rows=True), Saved(hidden=True)
+MESHES = {"direct": (8,), "once": (8,), "forward": (2, 4)}
+"""Mesh of each dispatch."""
 
 
 @functools.cache
-def of_lists(dispatch, transfer, saved):
+def results(dispatch, transfer, saved=Saved(), max_rounds=None, chunks=1):
     """Return outputs, rounds and gradients of a layer whose buffer has 0.4 of the mean load."""
-    system = exact(2, Buffers(headroom=0.4), dispatch=dispatch).replace(transfer=transfer, saved=saved)
-    (y, stats), gradients = with_gradients(layer_of(system, *LISTS[dispatch]))(*arguments())
+    system = exact(2, Buffers(0.4, max_rounds, chunks), dispatch=dispatch).replace(transfer=transfer, saved=saved)
+    (y, stats), gradients = with_gradients(layer_of(system, *MESHES[dispatch]))(*arguments())
     return jax.device_get((y, stats.rounds[0], gradients))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dispatch", "saved"),
+    ("dispatch", "saved", "options"),
     [
-        ("once", Saved(rows=True)),
-        ("forward", Saved(True, True, True)),
+        ("once", ROWS, {}),
+        ("forward", EVERYTHING, {}),
         *(
-            pytest.param("once", saved, marks=pytest.mark.thorough)
-            for saved in (Saved(True, True, True), Saved(hidden=True))
-        ),
-        *(
-            pytest.param("forward", saved, marks=pytest.mark.thorough)
-            for saved in (Saved(rows=True), Saved(hidden=True))
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                ("once", EVERYTHING, {}),
+                ("once", HIDDEN, {}),
+                ("forward", ROWS, {}),
+                ("forward", HIDDEN, {}),
+                ("direct", EVERYTHING, {"chunks": 2}),
+                ("direct", EVERYTHING, {}),
+                ("direct", HIDDEN, {}),
+                ("direct", Saved(), {"max_rounds": 4, "chunks": 3}),
+            )
         ),
     ],
     ids=str,
 )
-def test_saved_arrays_leave_values_of_lists_unchanged(dispatch, saved):
-    """Also in overflow rounds, which send their entries again, and with a quantized transfer."""
-    transfer = QuantizedTransfer(block=4) if saved == Saved(rows=True) else None
-    want, got = (of_lists(dispatch, transfer, kept) for kept in (Saved(), saved))
+def test_chunks_and_saved_arrays_leave_values_unchanged(dispatch, saved, options):
+    """Also in overflow rounds, which send their entries again, and of lists with a quantized transfer."""
+    transfer = QuantizedTransfer(block=4) if saved == ROWS else None
+    want, got = results(dispatch, transfer), results(dispatch, transfer, saved, **options)
     assert want[1] > 1
+    if dispatch == "direct":
+        # Rounds of other sizes cut the sums over the rows of an expert in other places.
+        assert_close(got[2][2], want[2][2], 1e-6)
+        got, want = ((*one[:2], one[2][:2]) for one in (got, want))
     jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def exchanges(system, sizes, policy=None):
+    """Count the exchanges of a layer and its gradients, rematerialized by a policy if given."""
+    layer = layer_of(system, *sizes)
+
+    def loss(x, mask, kernel, experts, target):
+        run = partial(layer, x, mask)
+        run = run if policy is None else jax.checkpoint(run, policy=policy)
+        return (run(kernel, experts)[0] * target).sum()
+
+    traced = jax.jit(jax.value_and_grad(loss, argnums=(0, 2, 3))).trace(*arguments())
+    return traced.lower().as_text().count("@moe_lb_ragged_exchange(")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dispatch", "saved", "fewer"),
     [
-        ("once", Saved(rows=True), 1),
+        ("once", ROWS, 1),
         ("once", Saved(rows=True, replicas=True), 4),
         # On both hops.
-        ("forward", Saved(rows=True), 2),
+        ("forward", ROWS, 2),
     ],
 )
 def test_saved_arrays_of_lists_are_not_transferred_again(dispatch, saved, fewer):
-    def exchanges(system):
-        layer = layer_of(system, *LISTS[dispatch])
-        traced = jax.jit(with_gradients(layer)).trace(*arguments())
-        return traced.lower().as_text().count("@moe_lb_ragged_exchange(")
-
     system = exact(2, Buffers(max_rounds=1), dispatch=dispatch)
-    assert exchanges(system.replace(saved=saved)) == exchanges(system) - fewer
+    before, after = (exchanges(one, MESHES[dispatch]) for one in (system, system.replace(saved=saved)))
+    assert after == before - fewer
 
 
 @pytest.mark.parametrize(
     ("saved", "names", "fewer"),
     [
-        (Saved(rows=True), ("moe_dispatched_rows",), 1),
+        (ROWS, ("moe_dispatched_rows",), 1),
         pytest.param(Saved(replicas=True), ("moe_replicas",), 3, marks=pytest.mark.thorough),
         pytest.param(
             Saved(rows=True, hidden=True), ("moe_dispatched_rows", "moe_hidden"), 1, marks=pytest.mark.thorough
@@ -301,21 +292,9 @@ def test_saved_arrays_of_lists_are_not_transferred_again(dispatch, saved, fewer)
 @pytest.mark.slow
 def test_saved_arrays_are_not_transferred_again(saved, names, fewer):
     """One exchange of rows, or one for each weight array, less than in a layer that saves its inputs only."""
-
-    def exchanges(system, policy):
-        layer = layer_of(system)
-
-        def loss(x, mask, kernel, experts, target):
-            run = jax.checkpoint(partial(layer, x, mask), policy=policy)
-            return (run(kernel, experts)[0] * target).sum()
-
-        traced = jax.jit(jax.value_and_grad(loss, argnums=(0, 2, 3))).trace(*arguments())
-        return traced.lower().as_text().count("@moe_lb_ragged_exchange(")
-
-    policy = jax.checkpoint_policies.save_only_these_names
-    system = exact(2, Buffers(max_rounds=1))
-    base = exchanges(system, policy(*CHECKPOINT_NAMES))
-    assert exchanges(system.replace(saved=saved), policy(*CHECKPOINT_NAMES, *names)) == base - fewer
+    policy, system = jax.checkpoint_policies.save_only_these_names, exact(2, Buffers(max_rounds=1))
+    before = exchanges(system, (8,), policy(*CHECKPOINT_NAMES))
+    assert exchanges(system.replace(saved=saved), (8,), policy(*CHECKPOINT_NAMES, *names)) == before - fewer
 
 
 @pytest.mark.slow
