@@ -183,7 +183,6 @@ class Served:
 
 
 def arguments(layer: Layer, served: Served, rank: int, fixed: tuple[jax.Array, jax.Array, Experts]) -> RankInputs:
-    """Return the inputs of a rank on the device."""
     x, upstream, experts = fixed
     weights = jax.nn.softmax(jax.random.normal(jax.random.key(1), (layer.tokens, layer.per_token)))
     data = served.routed[rank], served.counts, served.plan
@@ -414,7 +413,6 @@ def busiest_of(ready: Prepared, name: str, skew: float | str) -> int:
 
 
 def rounds_of(ready: Prepared, name: str, skew: float | str) -> int:
-    """Return the rounds of a plan."""
     buffers = variants(ready.layer)[name].system.dispatch.buffers
     return -(-busiest_of(ready, name, skew) // buffers.rows(ready.layer.copies))
 

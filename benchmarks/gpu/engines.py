@@ -6,7 +6,7 @@ between devices.
 
 from collections.abc import Callable
 from functools import cache
-from time import perf_counter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,22 +17,13 @@ from benchmarks.render.results import Table
 from jax_moe_lb.collectives.peer_copy import Route, after_start, copy_expert_weights, join, start
 from jax_moe_lb.collectives.plan_and_copy import plan_and_copy, post
 from jax_moe_lb.planners.greedy import greedy, greedy_planner
+from jax_moe_lb.sim.measure import median_s
 
 SLOWDOWN = 1.1
 """Largest ratio of the time of a GEMM beside copies and alone."""
 
 RANKS = 8
-
-
-def seconds(function: Callable, *args: jax.Array, repeats: int) -> float:
-    """Return the median wall time of a compiled call, in seconds."""
-    jax.block_until_ready(function(*args))
-    times = []
-    for _ in range(repeats):
-        begin = perf_counter()
-        jax.block_until_ready(function(*args))
-        times.append(perf_counter() - begin)
-    return sorted(times)[repeats // 2]
+ROUTE = Route(())
 
 
 def gemm(x: jax.Array, home: jax.Array) -> jax.Array:
@@ -43,77 +34,61 @@ def gemm(x: jax.Array, home: jax.Array) -> jax.Array:
 
 
 def measure(width: int, inner: int, rows: int, slots: int, repeats: int) -> dict[str, float]:
-    """Return times in seconds of the GEMM and of copies of `slots` experts per rank, alone and concurrent."""
-    route = Route(())
+    """Return the times of the GEMM, of copies of `slots` experts per rank, and of planning, alone and concurrent."""
     home = jax.random.normal(jax.random.key(0), (RANKS, width, inner), jnp.bfloat16)
     x = jax.random.normal(jax.random.key(1), (rows, width), jnp.bfloat16)
+    rank = jnp.arange(RANKS, dtype=jnp.int32)
     # Every rank gets the experts of the next ranks.
-    wanted = (jnp.arange(RANKS, dtype=jnp.int32)[:, None] + 1 + jnp.arange(slots, dtype=jnp.int32)[None]) % RANKS
+    wanted = (rank[:, None] + 1 + jnp.arange(slots, dtype=jnp.int32)[None]) % RANKS
+    placement = jnp.full((RANKS, 1 + slots), -1, jnp.int32).at[:, 0].set(rank)
+    # Every second rank has load, so all others take replicas.
+    quota = jnp.diag(rank % 2 * 1000)
 
-    @jax.jit
+    def seconds(function: Callable[..., Any], *args: jax.Array) -> float:
+        compiled = jax.jit(function)
+        return median_s(lambda: compiled(*args), repeats)
+
     def beside_copy_engines(x: jax.Array, home: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x, pending = after_start(start(home, wanted, route=route), x)
+        x, pending = after_start(start(home, wanted, route=ROUTE), x)
         y = gemm(x, home)
         return y, join(pending, after=y)
 
-    @jax.jit
-    def beside_kernels(x: jax.Array, home: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return gemm(x, home), home[wanted.reshape(-1)]
-
-    copied = 2 * RANKS * slots * width * inner
-    copies = seconds(jax.jit(lambda h: copy_expert_weights(h, wanted, route=route)), home, repeats=repeats)
-    ceiling = seconds(jax.jit(lambda h: jnp.tile(h, (slots, 1, 1))), home, repeats=repeats)
-    return {
-        "copied_bytes": copied,
-        "gemm_s": seconds(jax.jit(gemm), x, home, repeats=repeats),
-        "copies_s": copies,
-        "copies_bytes_per_s": copied / copies,
-        "kernel_copy_bytes_per_s": copied / ceiling,
-        "gemm_beside_copy_engines_s": seconds(beside_copy_engines, x, home, repeats=repeats),
-        "gemm_beside_kernels_s": seconds(beside_kernels, x, home, repeats=repeats),
-    }
-
-
-def measure_planned(width: int, inner: int, rows: int, slots: int, repeats: int) -> dict[str, float]:
-    """Return the seconds added to the GEMM by planning for the exact load and its copies, concurrent and sequential."""
-    route = Route(())
-    home = jax.random.normal(jax.random.key(0), (RANKS, width, inner), jnp.bfloat16)
-    x = jax.random.normal(jax.random.key(1), (rows, width), jnp.bfloat16)
-    placement = jnp.full((RANKS, 1 + slots), -1, jnp.int32).at[:, 0].set(jnp.arange(RANKS, dtype=jnp.int32))
-    # Every second rank has load, so all others take replicas.
-    quota = jnp.diag(jnp.arange(RANKS, dtype=jnp.int32) % 2 * 1000)
-
-    @jax.jit
-    def beside(x: jax.Array, home: jax.Array, quota: jax.Array) -> tuple:
-        x, posted = post(placement, quota, home, x, planner=greedy_planner(RANKS, 1), route=route)
+    def planned_beside(x: jax.Array, home: jax.Array, quota: jax.Array) -> tuple:
+        x, posted = post(placement, quota, home, x, planner=greedy_planner(RANKS, 1), route=ROUTE)
         y, plan, pending = plan_and_copy(posted, gemm(x, home))
         return y, plan, join(pending, after=y)
 
-    @jax.jit
     def planned_before(x: jax.Array, home: jax.Array, quota: jax.Array) -> tuple:
         plan = greedy(placement, quota, RANKS, 1)
-        slots = copy_expert_weights(home, plan[0][:, 1:], route=route)
+        slots = copy_expert_weights(home, plan[0][:, 1:], route=ROUTE)
         x, slots = jax.lax.optimization_barrier((x, slots))
         return gemm(x, home), plan, slots
 
-    gemm_alone = seconds(jax.jit(gemm), x, home, repeats=repeats)
-    planner = jax.jit(lambda quota: greedy(placement, quota, RANKS, 1))
+    copied, alone = 2 * RANKS * slots * width * inner, seconds(gemm, x, home)
+    copies = seconds(lambda home: copy_expert_weights(home, wanted, route=ROUTE), home)
     return {
-        "exposed_s": seconds(beside, x, home, quota, repeats=repeats) - gemm_alone,
-        "exposed_if_before_s": seconds(planned_before, x, home, quota, repeats=repeats) - gemm_alone,
-        "planner_round_trip_s": seconds(planner, quota, repeats=repeats),
-        "empty_program_s": seconds(jax.jit(lambda quota: quota + 1), quota, repeats=repeats),
+        "copied_bytes": copied,
+        "gemm_s": alone,
+        "copies_s": copies,
+        "copies_bytes_per_s": copied / copies,
+        "kernel_copy_bytes_per_s": copied / seconds(lambda home: jnp.tile(home, (slots, 1, 1)), home),
+        "gemm_beside_copy_engines_s": seconds(beside_copy_engines, x, home),
+        "gemm_beside_kernels_s": seconds(lambda x, home: (gemm(x, home), home[wanted.reshape(-1)]), x, home),
+        "exposed_s": seconds(planned_beside, x, home, quota) - alone,
+        "exposed_if_before_s": seconds(planned_before, x, home, quota) - alone,
+        "planner_round_trip_s": seconds(lambda quota: greedy(placement, quota, RANKS, 1), quota),
+        "empty_program_s": seconds(lambda quota: quota + 1, quota),
     }
 
 
 @cache
 def measure_all(scale: Scale) -> dict[str, dict[str, float]]:
-    """Return both measurements for several numbers of slots."""
+    """Return the measurements for several numbers of slots."""
     if scale.dry:
         sizes = {"1 slot": (64, 32, 16, 1, 2)}
     else:
         sizes = {f"{slots} slots": (6144, 2048, 4096, slots, 20) for slots in (1, 2, 4)}
-    return {name: measure(*case) | measure_planned(*case) for name, case in sizes.items()}
+    return {name: measure(*case) for name, case in sizes.items()}
 
 
 def table_of(found: dict[str, dict[str, float]]) -> Table:
@@ -163,7 +138,7 @@ def copies_are_exact(scale: Scale) -> Finding:
 
     @jax.jit
     def run(wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
-        left, pending = after_start(start(home, wanted, route=Route(())), x)
+        left, pending = after_start(start(home, wanted, route=ROUTE), x)
         y = left @ left
         return y, join(pending, after=y)
 
@@ -199,7 +174,7 @@ def bad_load_stops_the_program(scale: Scale) -> Finding:
     @jax.jit
     def run(quota: jax.Array) -> jax.Array:
         planner = greedy_planner(RANKS, 2)
-        x, posted = post(placement, quota, home, home[0], planner=planner, route=Route(()))
+        x, posted = post(placement, quota, home, home[0], planner=planner, route=ROUTE)
         return join(plan_and_copy(posted, x)[2])
 
     try:

@@ -170,15 +170,8 @@ def _copy_kernel(home: Array, sources: Array) -> Array:
         tile = triton.load(home.at[jnp.maximum(source, 0), at], mask=is_occupied, other=0)
         triton.store(out.at[slot, at], tile, mask=is_occupied)
 
-    call: Any = pl.pallas_call(
-        copy_tile,
-        grid=(shape[0], shape[1] // WEIGHTS_AT_ONCE),
-        out_shape=jax.ShapeDtypeStruct(shape, home.dtype),
-        input_output_aliases={2: 0},
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
-        name="copy_slots",
-    )
-    return unvarying_call(call, sources, home, jax.lax.empty(shape, home.dtype))
+    grid = shape[0], shape[1] // WEIGHTS_AT_ONCE
+    return _call(copy_tile, "copy_slots", grid, sources, home, jax.lax.empty(shape, home.dtype))
 
 
 def _add_kernel(sums: Array, gradients: Array, sources: Array) -> Array:
@@ -201,15 +194,7 @@ def _add_kernel(sums: Array, gradients: Array, sources: Array) -> Array:
         total += triton.load(sums.at[expert, at], mask=mask, other=0).astype(jnp.float32)
         triton.store(out.at[expert, at], total.astype(out.dtype), mask=mask)
 
-    call: Any = pl.pallas_call(
-        add_tile,
-        grid=(sums.shape[0], sums.shape[1] // WEIGHTS_AT_ONCE),
-        out_shape=jax.ShapeDtypeStruct(sums.shape, sums.dtype),
-        input_output_aliases={2: 0},
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
-        name="add_slots",
-    )
-    return unvarying_call(call, sources, gradients, sums)
+    return _call(add_tile, "add_slots", (sums.shape[0], sums.shape[1] // WEIGHTS_AT_ONCE), sources, gradients, sums)
 
 
 def copy_rows(source: Rows, target: Rows, first: Any, to: Any, number: Array) -> Rows:
@@ -250,15 +235,23 @@ def _kernel(source: Rows, target: Rows, bounds: Array) -> Rows:
         tile = triton.load(source.at[pl.ds(from_row, ROWS_AT_ONCE), pl.ds(column, columns)], mask=inside, other=0)
         triton.store(out.at[pl.ds(to_row, ROWS_AT_ONCE), pl.ds(column, columns)], tile, mask=inside)
 
+    return _call(copy_tile, "copy_rows", (at_most // ROWS_AT_ONCE, source.shape[1] // columns), bounds, source, target)
+
+
+def _call(kernel: Any, name: str, grid: tuple[int, int], *operands: Array) -> Array:
+    """Run a kernel whose result takes the memory of the last of three operands."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
     call: Any = pl.pallas_call(
-        copy_tile,
-        grid=(at_most // ROWS_AT_ONCE, source.shape[1] // columns),
-        out_shape=jax.ShapeDtypeStruct(target.shape, target.dtype),
+        kernel,
+        grid=grid,
+        out_shape=jax.ShapeDtypeStruct(operands[2].shape, operands[2].dtype),
         input_output_aliases={2: 0},
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
-        name="copy_rows",
+        name=name,
     )
-    return unvarying_call(call, bounds, source, target)
+    return unvarying_call(call, *operands)
 
 
 @pytree

@@ -20,7 +20,6 @@ LIMIT_S = 150.0
 
 
 def start(number: int, width: int, calls: int, *, on_gpu: bool, timeout_s: int = 60) -> list[subprocess.Popen[str]]:
-    """Start the processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -34,7 +33,6 @@ def start(number: int, width: int, calls: int, *, on_gpu: bool, timeout_s: int =
 
 
 def stop(processes: list[subprocess.Popen[str]]) -> None:
-    """End all processes."""
     for process in processes:
         process.kill()
         process.wait()

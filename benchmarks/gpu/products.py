@@ -22,7 +22,6 @@ MOST_ERROR = 0.02
 
 
 def named(name: str) -> Backend:
-    """Return the backend of a name."""
     return next(backend for backend in BACKENDS if backend.name == name)
 
 

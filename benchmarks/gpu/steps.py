@@ -67,7 +67,6 @@ class StepCase:
 
     @property
     def config(self) -> TrainConfig:
-        """Configuration of the run."""
         return TrainConfig(
             model=ModelConfig(compute_dtype="bfloat16"),
             parallel=ParallelConfig(expert_parallel=1, system="exact"),
@@ -79,7 +78,6 @@ class StepCase:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a step."""
         return self.batch * self.length
 
     @property
@@ -92,7 +90,6 @@ class StepCase:
         return make_programs(self.config, mesh, make_system(self.config.parallel), self.decoder)
 
     def mesh(self, device: jax.Device) -> Mesh:
-        """Return the mesh of one device."""
         return mesh_from([device], self.config.parallel)
 
     def tokens(self, mesh: Mesh) -> jax.Array:
@@ -102,7 +99,6 @@ class StepCase:
         return jax.device_put(tokens, batch_sharding(mesh))
 
     def lower(self, programs: Programs, mesh: Mesh) -> Lowered:
-        """Trace the step."""
         shape = (self.batch, self.length + 1)
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
         return programs.step.lower(programs.state_shapes, tokens)
@@ -176,7 +172,6 @@ class Run:
     losses: list[jax.Array] = field(default_factory=list)
 
     def step(self) -> jax.Array:
-        """Run a step, and return its loss."""
         self.state, loss, *_ = self.program(self.state, self.tokens)
         self.losses.append(loss)
         return loss

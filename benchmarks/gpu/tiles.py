@@ -274,7 +274,6 @@ COLUMNS = dict.fromkeys(("model", "product", "kind", "buffer rows", "rows", "ske
 
 
 def model_programs(model: Model) -> Programs:
-    """Return the programs of all products of a model."""
     wanted: Programs = {}
     others = [*OTHERS, *([NARROW] if model.hidden % 128 else [])]
     for case in cases(model):

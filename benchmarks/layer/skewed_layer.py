@@ -29,7 +29,6 @@ class Sizes:
 
     @property
     def router(self) -> TopK:
-        """Top-k router of the layer."""
         return TopK(self.per_tok)
 
     @property

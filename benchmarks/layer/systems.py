@@ -89,7 +89,6 @@ def _first_state(system: System) -> State:
 
 
 def measure(mesh: Mesh, steps: dict[str, Compiled]) -> Table:
-    """Return the table."""
     batches = [tokens_of(mesh, SIZES, zipf(seed)) for seed in range(BATCHES)]
     weights, stats = weights_of(mesh, SIZES), {}
     calls: dict[str, Callable[[], object]] = {}

@@ -42,7 +42,6 @@ class Rank:
 
     @property
     def address(self) -> str:
-        """Address of this rank."""
         return self.hosts[self.index].address
 
 

@@ -145,7 +145,6 @@ def whole_mesh() -> Mesh:
 
 
 def domains_of(choice: Choice) -> tuple[Mesh, ExpertDomains]:
-    """Return the mesh split into expert domains, and the domains."""
     base = whole_mesh()
     mesh = hybrid_mesh(base, {"dc": choice.dc, "gpu": choice.gpu})
     return mesh, ExpertDomains.from_mesh(mesh, Topology.from_mesh(base, MESH_AXES))

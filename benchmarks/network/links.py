@@ -45,7 +45,6 @@ def run(*words: str) -> str:
 
 
 def ip(namespace: str, command: str) -> str:
-    """Run `ip` in a namespace."""
     return run("ip", "-n", namespace, *command.split())
 
 
@@ -74,13 +73,11 @@ def connect(one: Interface, other: Interface) -> None:
 
 
 def add_bridge(at: Interface) -> None:
-    """Create a bridge, as a switch."""
     ip(at.namespace, f"link add {at.device} type bridge forward_delay 0")
     ip(at.namespace, f"link set {at.device} up")
 
 
 def plug(port: Interface, bridge: str) -> None:
-    """Make an interface a port of a bridge of its namespace."""
     ip(port.namespace, f"link set {port.device} master {bridge}")
 
 

@@ -196,7 +196,6 @@ def floor_s(counts: np.ndarray, bits_per_s: float) -> float:
 
 
 def seconds_table(floors_s: dict[str, float], results: dict[Key, Result]) -> Table:
-    """Return the seconds of all ways."""
     rows: list[list[Value]] = []
     for case, floor in floors_s.items():
         over_floor = 100 * (results[case, "sprayed"].median_s / floor - 1)

@@ -33,7 +33,6 @@ class Replayed(Router):
         return self.router.num_experts_per_tok
 
     def __call__(self, logits: jax.Array, bias: jax.Array | None = None, info: TokenInfo = TokenInfo()) -> Routing:
-        """Route tokens by the record, or by their logits."""
         assert bias is not None, "selection_bias is True"
         num_tokens, per_token = logits.shape[0], self.num_experts_per_tok
         record = jnp.maximum(bias[0], 0).astype(jnp.int32)

@@ -291,7 +291,6 @@ class Testbed:
         records: Sequence[Sequence[float]] | None,
         warm_steps: int,
     ) -> dict[str, Any]:
-        """Time steps one by one."""
         from benchmarks.network.jax_ranks import barrier
 
         config, rows = program.config, []

@@ -29,7 +29,6 @@ class TwoDatacenters:
         check_rate("TwoDatacenters.wan_bits_per_s", self.wan_bits_per_s)
 
     def build(self) -> Network:
-        """Build the network in a sandbox."""
         wan = tuple(Interface(f"dc{dc}", "wan") for dc in range(2))
         hosts = tuple(
             Host(f"dc{dc}p{process}", f"10.77.{dc}.{process + 1}")
@@ -70,7 +69,6 @@ class Rails:
         check_rate("Rails.nic_bits_per_s", self.nic_bits_per_s)
 
     def build(self) -> Network:
-        """Build the network in a sandbox."""
         ranks = [(node, rail) for node in range(self.nodes) for rail in range(self.per_node)]
         hosts = tuple(Host(f"n{node}r{rail}", self._address(node, rail)) for node, rail in ranks)
         switches = [f"node{node}" for node in range(self.nodes)]
@@ -158,7 +156,6 @@ class Multipath:
         check_rate("Multipath.nic_bits_per_s", self.nic_bits_per_s)
 
     def build(self) -> Network:
-        """Build the network in a sandbox."""
         nodes, planes = [f"node{node}" for node in range(self.nodes)], range(self.nics_per_node)
         for plane in planes:
             add_namespace(f"plane{plane}")

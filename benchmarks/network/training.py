@@ -259,7 +259,6 @@ def without_rates(system: System) -> System:
 
 
 def predicted_step(case: Case, routing: str, steps: int, calibration: dict[str, Any]) -> Report:
-    """Return the predicted mean step of a routing."""
     assert case.system is not None
     counts = counts_of(routing)[:steps]
     if case.system.relocates:
@@ -302,7 +301,6 @@ PREDICTED = {
 
 
 def predictions(number: int, calibration: dict[str, Any]) -> Table:
-    """Return the predictions of a round."""
     rows: list[list[Value]] = []
     for part in ROUNDS[number].parts:
         for rate, routing, name in itertools.product(part.rates, part.routings, part.cases):

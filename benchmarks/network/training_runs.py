@@ -126,7 +126,6 @@ WORKLOADS = {
 
 @cache
 def usual_text() -> Corpus:
-    """Return the corpus of the testbed."""
     return default_corpus(CONFIG.data.max_corpus_bytes)
 
 
@@ -168,7 +167,6 @@ def imbalance(counts: np.ndarray) -> np.ndarray:
 
 
 def last_mean(loss: np.ndarray) -> float:
-    """Return the mean of the last losses."""
     return float(loss[-WINDOW:].mean())
 
 
@@ -199,7 +197,6 @@ def save_curve(curve: Curve, path: Path) -> None:
 
 
 def load_curve(path: Path) -> Curve:
-    """Return the curve of a file."""
     with np.load(path) as file:
         return Curve(*(file[field] for field in Curve._fields))
 

@@ -362,7 +362,6 @@ def after_of(rank: Mapping[str, Any]) -> dict[str, float]:
 
 
 def tables(folder: Path, curves: Path) -> dict[str, Table]:
-    """Return all tables."""
     ranks = of_ranks(folder)
     seconds, first = seconds_of(ranks), ranks[0]
     blocks = {name: {**of, "seconds": np.max([one["whole"][name]["seconds"] for one in ranks], 0).tolist()}

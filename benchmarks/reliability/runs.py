@@ -37,7 +37,6 @@ def log_file(text: str) -> Path:
 
 
 def summary(name: str, tried: int, held: int, condition: str, notes: Sequence[str] = ()) -> Tables:
-    """Return the summary of a run."""
     return {"summary": Table(COLUMNS, [[name, tried, held, condition]], notes=notes)}
 
 
@@ -65,7 +64,6 @@ def run_into(log: Path | None, *command: str) -> Tries:
 
 
 def objects(text: str) -> Tries:
-    """Return the objects of a log."""
     # A killed run may end in the middle of a line.
     return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 
