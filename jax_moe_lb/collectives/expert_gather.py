@@ -140,11 +140,9 @@ def _alike(sums: Kinds, wide: Kinds, none: Array, *others: Array) -> tuple[Kinds
     return every[: len(sums)], every[len(sums) : -1], every[-1]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def fetch(home: WeightsOfKind, wanted: Wanted, num_home: int, group: Group) -> WeightsOfKind:
     """Return the replicas of this rank from the home weights of all ranks; a replica travels once, as a slice."""
-    # `Gather` calls it by `fetch_all`. Gradients of the few replicas return in one exchange for all arrays. It is
-    # differentiable in `home`, by `add_at_home`.
+    # `Gather` calls it by `fetch_all`. It is not differentiable; `add_at_home` is its transpose.
     # Returns `[P, ...]`. Empty slots are 0; on GPUs they are uninitialized, and products skip them.
     num_ranks, num_replicas = wanted.shape
     owner = owner_of(wanted, num_home)
@@ -160,19 +158,6 @@ def fetch(home: WeightsOfKind, wanted: Wanted, num_home: int, group: Group) -> W
 
     buffer = empty_buffer_after(home, num_replicas)
     return ragged_all_to_all(home, buffer, slices_of(group.me), group, of_rank=slices_of, site="replicate")
-
-
-def _save(home: WeightsOfKind, wanted: Wanted, num_home: int, group: Group) -> tuple[WeightsOfKind, Wanted]:
-    return fetch(home, wanted, num_home, group), wanted
-
-
-def _backward(num_home: int, group: Group, wanted: Wanted, upstream: WeightsOfKind) -> tuple[WeightsOfKind, None]:
-    zeros, domain = zero_sums((upstream,), num_home), wanted.shape[0]
-    sums = add_at_home(zeros, (upstream,), wanted, num_home, domain, group)
-    return rounded(sums, (upstream,))[0], None
-
-
-fetch.defvjp(_save, _backward)
 
 
 def fetch_all(home: Kinds, wanted: Wanted, num_home: int, domain: int, topology: Topology) -> Kinds:

@@ -30,6 +30,7 @@ from jax_moe_lb.collectives.expert_gather import (
     rounded,
     zero_sums,
 )
+from jax_moe_lb.collectives.permutes import other_manual_axes
 from jax_moe_lb.collectives.ragged_all_to_all import Group
 from jax_moe_lb.core.custom_calls import MODULES, by_platform, call, like
 from jax_moe_lb.core.manual_axes import vary_alike
@@ -110,12 +111,6 @@ def num_participants(route: Route) -> int:
     return num_ranks(route) if route.domain is None else route.domain
 
 
-def rank_in_domain(route: Route) -> Int[Array, ""]:
-    """Return the index of this rank among the ranks copying from each other."""
-    rank = jax.lax.axis_index(route.axis_name) if route.axis_name else jnp.int32(0)
-    return rank if route.domain is None else rank % route.domain
-
-
 def in_domain(table: Wanted, per_rank: int, route: Route) -> Int[Array, "M P"]:
     """Return the table rows of this rank's domain, renumbered from the first rank of the domain."""
     if route.domain in (None, num_ranks(route)):
@@ -128,11 +123,12 @@ def in_domain(table: Wanted, per_rank: int, route: Route) -> Int[Array, "M P"]:
 def place(route: Route) -> Int[Array, "2"]:
     """Return the participant and the group of this device, as two integers for the custom calls."""
     # Other groups run the same program, and each copies among its own ranks.
-    others = tuple(name for name in jax.sharding.get_abstract_mesh().manual_axes if name not in route.axis_name)
+    others = other_manual_axes(route.axis_name)
     group = jax.lax.axis_index(others) if others else jnp.int32(0)
     if route.domain is not None:
         group = group * (num_ranks(route) // route.domain) + jax.lax.axis_index(route.axis_name) // route.domain
-    return jnp.stack([rank_in_domain(route), group])
+    rank = jax.lax.axis_index(route.axis_name) if route.axis_name else jnp.int32(0)
+    return jnp.stack([rank if route.domain is None else rank % route.domain, group])
 
 
 def attributes(num_home: int, route: Route) -> dict[str, Any]:
@@ -208,8 +204,7 @@ def copy_expert_weights(home: PyTree, wanted: Wanted, relay: Wanted | None = Non
     leaves, tree = jax.tree.flatten(home)
     if not leaves:
         return home
-    operands = _operands(leaves, wanted, relay, route)
-    return jax.tree.unflatten(tree, _copy(*operands, experts_per_rank(leaves, wanted, route, "home"), route))
+    return jax.tree.unflatten(tree, _copy(*_operands(leaves, wanted, relay, route), route))
 
 
 def start(home: PyTree, wanted: Wanted, relay: Wanted | None = None, *, route: Route) -> Pending:
@@ -217,8 +212,7 @@ def start(home: PyTree, wanted: Wanted, relay: Wanted | None = None, *, route: R
     # Use it with `after_start` and `join` to overlap copies with computation. None of them is differentiable: write one
     # rule for the pair and the operations in between, with `add_copies_at_home`.
     leaves, tree = jax.tree.flatten(home)
-    operands = _operands(leaves, wanted, relay, route)
-    ticket, incoming, kept = _start(*operands, experts_per_rank(leaves, wanted, route, "home"), route)
+    ticket, incoming, kept = _start(*_operands(leaves, wanted, relay, route), route)
     return Pending(jax.tree.unflatten(tree, incoming), ticket, kept, route)
 
 
@@ -322,15 +316,17 @@ def _both(home: Arrays, wanted: Wanted, relay: Wanted, num_home: int, route: Rou
     return both(home, wanted, relay)
 
 
-def _operands(home: list[Array], wanted: Wanted, relay: Wanted | None, route: Route) -> tuple[Arrays, Wanted, Wanted]:
-    experts_per_rank(home, wanted, route, "home")
+def _operands(
+    home: list[Array], wanted: Wanted, relay: Wanted | None, route: Route
+) -> tuple[Arrays, Wanted, Wanted, int]:
+    num_home = experts_per_rank(home, wanted, route, "home")
     if relay is None:
         # The custom call always takes relays.
         relay = jnp.full(wanted.shape, -1, jnp.int32)
     if relay.shape != wanted.shape:
         raise ValueError(f"relay has shape {relay.shape}; expected {wanted.shape}, as wanted")
     # The custom call supports int32 only.
-    return vary_alike(home, wanted, relay), wanted.astype(jnp.int32), relay.astype(jnp.int32)
+    return vary_alike(home, wanted, relay), wanted.astype(jnp.int32), relay.astype(jnp.int32), num_home
 
 
 def _start(home: Arrays, wanted: Wanted, relay: Wanted, num_home: int, route: Route) -> tuple[Array, Arrays, Arrays]:

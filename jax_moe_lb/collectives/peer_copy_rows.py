@@ -116,19 +116,13 @@ def move(rows: Rows, moved: MovedRows, window: CopyWindow, out: Taken, group: Gr
     # It is not differentiable; `move_back` is its transpose.
     me = group.me
     first, size = window.of(moved.first, moved.size)
-    return ragged_all_to_all(
-        rows,
-        out,
-        Slices(
-            first=first.reshape(-1),
-            sent=_of(moved.home == me, size),
-            lands=_landing(size).reshape(-1),
-            arriving=_of(_sources(moved, me), size[me][None]),
-        ),
-        group,
-        disjoint=True,
-        site="moved rows",
+    slices = Slices(
+        first=first.reshape(-1),
+        sent=_of(moved.home == me, size),
+        lands=_landing(size).reshape(-1),
+        arriving=_of(_sources(moved, me), size[me][None]),
     )
+    return ragged_all_to_all(rows, out, slices, group, disjoint=True, site="moved rows")
 
 
 def move_back(rows: Taken, moved: MovedRows, window: CopyWindow, out: Rows, group: Group) -> Rows:
@@ -136,19 +130,13 @@ def move_back(rows: Taken, moved: MovedRows, window: CopyWindow, out: Rows, grou
     me = group.me
     first, size = window.of(moved.first, moved.size)
     sources = _sources(moved, me)
-    return ragged_all_to_all(
-        rows,
-        out,
-        Slices(
-            first=jnp.broadcast_to(_landing(size)[me], sources.shape).reshape(-1),
-            sent=_of(sources, size[me][None]),
-            lands=jnp.broadcast_to(first[me], sources.shape).reshape(-1),
-            arriving=_of(moved.home == me, size),
-        ),
-        group,
-        disjoint=True,
-        site="outputs of moved rows",
+    slices = Slices(
+        first=jnp.broadcast_to(_landing(size)[me], sources.shape).reshape(-1),
+        sent=_of(sources, size[me][None]),
+        lands=jnp.broadcast_to(first[me], sources.shape).reshape(-1),
+        arriving=_of(moved.home == me, size),
     )
+    return ragged_all_to_all(rows, out, slices, group, disjoint=True, site="outputs of moved rows")
 
 
 def _sources(moved: MovedRows, me: Int[Array, ""]) -> Bool[Array, "R P"]:

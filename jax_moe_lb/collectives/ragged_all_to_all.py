@@ -281,7 +281,8 @@ def ragged_all_to_all(
 
     def by_steps(operand: Array, output: Array, *slices: Array) -> Array:
         known = None if of_rank is None else jax.vmap(of_rank)(iota(num_ranks))
-        return exchange_by_steps(operand, output, Slices(*slices), axis_name, disjoint, known)
+        steps = one_way_all_to_all if jax.process_count() > 1 else padded_all_to_all
+        return steps(operand, output, Slices(*slices), axis_name, disjoint, known)
 
     on_cpu = in_process if moves_in_process() else by_steps
     on_cuda = on_one_shot_kernel if group.in_one_process and num_ranks <= MAX_ONE_SHOT_RANKS else on_accelerators
@@ -343,14 +344,6 @@ def as_rows(words: Shaped[Array, "A *X"]) -> Shaped[Array, "A W"]:
 def moves_in_process() -> bool:
     """Return whether exchanges on CPUs copy a row once: in a single process with the custom call."""
     return is_built("cpu") and jax.process_count() == 1
-
-
-def exchange_by_steps(
-    operand: Array, output: Array, slices: Slices, axis_name: Axes, disjoint: bool, known: Slices | None
-) -> Array:
-    """Compute `ragged_all_to_all` from XLA's other collectives, for one process or for several."""
-    by_steps = one_way_all_to_all if jax.process_count() > 1 else padded_all_to_all
-    return by_steps(operand, output, slices, axis_name, disjoint, known)
 
 
 def _in_process(

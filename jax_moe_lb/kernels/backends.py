@@ -181,7 +181,8 @@ def choose_backend(product: Product, platform: str) -> BackendChoice:
             if (reason := backend.why_not_for(product)) is None:
                 return BackendChoice(backend, "it is preferred", {})
             rejected[backend.name] = reason
-    rates = {backend.name: rate for backend in rows if (rate := _recorded_rate(backend, product.kind))}
+    capability = getattr(get_default_device(), "compute_capability", "")
+    rates = {one.name: rate for one in rows if (rate := recorded_tflops(capability, product.kind, one.recorded))}
     unrecorded = [backend for backend in rows if backend.needs_record and backend.name not in rates]
     rows = [backend for backend in rows if backend not in unrecorded]
     recorded = iter(sorted((one for one in rows if one.name in rates), key=lambda one: -rates[one.name]))
@@ -196,10 +197,6 @@ def choose_backend(product: Product, platform: str) -> BackendChoice:
         rejected.setdefault(one.name, one.why_not_for(product) or unknown)
     at = f", recorded at {rates[backend.name]:.0f} TFLOP/s" if backend.name in rates else ""
     return BackendChoice(backend, f"{backend.why}{at}", rejected)
-
-
-def _recorded_rate(backend: Backend, kind: Kind) -> float | None:
-    return recorded_tflops(getattr(get_default_device(), "compute_capability", ""), kind, backend.recorded)
 
 
 def has_tokamax() -> bool:
@@ -291,17 +288,13 @@ def _no_tiles(product: Product) -> str | None:
     return None
 
 
-def _sum_of(product: Product, sums: Any, products: Any) -> Any:
-    return jax.tree.map(lambda before, array: (before + array).astype(product.dtype), sums, products)
-
-
 def _then_add(multiply: Callable[..., Any]) -> Callable[..., Any]:
     """Add `sums` to the result of a backend without accumulation."""
 
     def multiply_then_add(product: Product, left: Array, right: Array, groups: RowGroups, sums: Any) -> Any:
         products = multiply(product, left, right, groups)
         if sums is not None:
-            return _sum_of(product, sums, products)
+            return jax.tree.map(lambda before, array: (before + array).astype(product.dtype), sums, products)
         return jax.tree.map(lambda array: array.astype(product.dtype), products)
 
     return multiply_then_add

@@ -203,6 +203,11 @@ def lowest(load: Int[Array, "B #P M"], able: Bool[Array, "B P M"]) -> tuple[Int[
     return jax.lax.argmin(load, 2, jnp.int32), load.min(2)
 
 
+def first_argmax(values: Int[Array, "B N"] | Bool[Array, "B N"]) -> Int[Array, "B"]:
+    """Return the lowest index of each row's maximum: ties go to the lower rank, slot and expert, as in C++."""
+    return jax.lax.argmax(values, 1, jnp.int32)
+
+
 def to_first_empty(
     placement: Int[Array, "B M S"], expert: Int[Array, "B #M"], ranks: Bool[Array, "B M"]
 ) -> Int[Array, "B M S"]:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_moe_lb.core.native_planner import alike
 from jax_moe_lb.core.topology import check_domain, home_experts_per_rank
 from jax_moe_lb.core.types import AnyArray, Placement, Quota, host_iota, iota, namespace, pytree
-from jax_moe_lb.planners.base import run_planner
+from jax_moe_lb.planners.base import first_argmax, run_planner
 
 TokensOfExperts = Int[AnyArray, "E"]
 
@@ -35,7 +35,11 @@ def eplb_plus(tokens: TokensOfExperts, placement: Placement, domain: int) -> tup
     # Returns the placement `[R, S]` and the quota `[E, R]`, int32; NumPy arrays for NumPy inputs. For invalid values,
     # such as an expert with tokens and without a slot, the custom call stops the program on a CPU. On a GPU it returns
     # -1 in all entries. The jnp form gives such an expert a quota row of 0.
-    _check(tokens.shape[0], placement.shape, domain)
+    num_ranks, num_slots = placement.shape
+    if num_ranks < 1 or num_slots < 1:
+        raise ValueError(f"placement has shape {placement.shape}; expected [R, S], both at least 1")
+    home_experts_per_rank(tokens.shape[0], num_ranks, "tokens")
+    check_domain(domain, num_ranks)
     shapes = placement.shape, (tokens.shape[0], placement.shape[0])
     placement, quota = run_planner("eplb_plus", shapes, tokens, placement, reference=eplb_plus_reference, domain=domain)
     return placement, quota
@@ -78,14 +82,6 @@ def holds(placement: Placement, num_experts: int) -> Bool[AnyArray, "R E"]:
     return (placement[:, :, None] == host_iota(num_experts)[None, None]).any(1)
 
 
-def _check(num_experts: int, placement: tuple[int, ...], domain: int) -> None:
-    num_ranks, slots = placement
-    if num_ranks < 1 or slots < 1:
-        raise ValueError(f"placement has shape {placement}; expected [R, S], both at least 1")
-    home_experts_per_rank(num_experts, num_ranks, "tokens")
-    check_domain(domain, num_ranks)
-
-
 def _share(tokens: Int[Array, "B P"], copies: Int[Array, "B P"]) -> Int[Array, "B P"]:
     # Avoid a division by zero for an expert without a slot.
     copies = jnp.maximum(copies, 1)
@@ -108,7 +104,7 @@ def _add_replicas(
         able = gains(planned, left)
         # If no expert gains, all values are 0, and expert 0 is chosen with `more = 0`: finished domains wait for the
         # others unchanged.
-        expert = _argmax(jnp.where(able, _share(tokens, planned), 0))
+        expert = first_argmax(jnp.where(able, _share(tokens, planned), 0))
         more = able[b, expert].astype(jnp.int32)
         return planned.at[b, expert].add(more), left - more
 
@@ -130,12 +126,12 @@ def _place(p: _Packing, share: Int[Array, "B P"]) -> _Packing:
     """Pack one copy in every domain with copies left."""
     b = iota(share.shape[0])
     # -1 is below every share, so an expert without pending copies is chosen only if no expert has any.
-    local = _argmax(jnp.where(p.pending > 0, share, -1))
+    local = first_argmax(jnp.where(p.pending > 0, share, -1))
     fits = (p.placement < 0).any(2) & ~p.inside[b, local] & (p.pending[b, local] > 0)[:, None]
     # No load reaches the int32 maximum, because it excludes the tokens of the expert to place.
     rank = jax.lax.argmin(jnp.where(fits, p.load, jnp.iinfo(jnp.int32).max), 1, jnp.int32)
     placed = fits[b, rank]
-    slot = _argmax((p.placement[b, rank] < 0).astype(jnp.int32))
+    slot = first_argmax((p.placement[b, rank] < 0).astype(jnp.int32))
     expert = local + b * share.shape[1]
     held = p.placement[b, rank, slot]
     return _Packing(
@@ -146,11 +142,6 @@ def _place(p: _Packing, share: Int[Array, "B P"]) -> _Packing:
         inside=p.inside.at[b, local, rank].max(placed),
         load=p.load.at[b, rank].add(jnp.where(placed, share[b, local], 0)),
     )
-
-
-def _argmax(values: Int[Array, "B N"]) -> Int[Array, "B"]:
-    """Return the lowest index of each row's maximum: ties go to the lower expert and rank, as in C++."""
-    return jax.lax.argmax(values, 1, jnp.int32)
 
 
 ExpertWeights = Float[np.ndarray, "N"]

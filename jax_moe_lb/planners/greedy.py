@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Int
 from jax_moe_lb.core.native_planner import NativePlanner, alike
 from jax_moe_lb.core.topology import check_domain, home_experts_per_rank
 from jax_moe_lb.core.types import Placement, Quota, iota, pytree
-from jax_moe_lb.planners.base import edit
+from jax_moe_lb.planners.base import edit, first_argmax
 
 
 def greedy(placement: Placement, quota: Quota, domain: int, min_tokens: int) -> tuple[Placement, Quota]:
@@ -80,7 +80,7 @@ def _start(placement: Placement, quota: Quota, members: int) -> _Moves:
 def _move(s: _Moves, min_tokens: int, num_home: int) -> _Moves:
     """Make one move in every domain with a surplus left, and leave the others unchanged."""
     b = iota(s.surplus.shape[0])
-    source = _argmax(s.surplus)
+    source = first_argmax(s.surplus)
     served = s.quota[b, :, source]
     # A tie goes to the existing slot, which moves no weights.
     kept_expert, kept_rank, kept = _best_replica(s, served)
@@ -107,7 +107,7 @@ def _best_replica(s: _Moves, served: Int[Array, "B E"]) -> tuple[Array, Array, A
     # Read the -1 of an empty slot as expert 0, and mask its tokens.
     tokens = jnp.where(expert >= 0, jnp.take_along_axis(served, jnp.maximum(expert, 0), axis=1), 0)
     tokens = jnp.minimum(tokens, jnp.repeat(s.room, slots, axis=1))
-    best = _argmax(tokens)[:, None]
+    best = first_argmax(tokens)[:, None]
     chosen = jnp.maximum(jnp.take_along_axis(expert, best, axis=1), 0)
     return chosen[:, 0], (best // slots)[:, 0], jnp.take_along_axis(tokens, best, axis=1)[:, 0]
 
@@ -117,17 +117,12 @@ def _best_new(s: _Moves, served: Int[Array, "B E"], num_home: int) -> tuple[Arra
     num_domains, members, _ = s.placement.shape
     b = iota(num_domains)
     free = (s.placement < 0).any(2)
-    rank = _argmax(jnp.where(free, s.room, 0))
-    slot = _argmax(s.placement[b, rank] < 0)
+    rank = first_argmax(jnp.where(free, s.room, 0))
+    slot = first_argmax(s.placement[b, rank] < 0)
     home_domain = iota(served.shape[1]) // num_home // members
     # Exclude experts of other domains, because weights do not cross domains, and experts already on the rank, because a
     # second slot adds no capacity.
     allowed = (home_domain[None] == b[:, None]) & ~s.holds[b, :, rank]
     tokens = jnp.where(allowed & free[b, rank][:, None], served, 0)
-    expert = _argmax(tokens)
+    expert = first_argmax(tokens)
     return expert, rank, slot, jnp.minimum(tokens[b, expert], s.room[b, rank])
-
-
-def _argmax(values: Array) -> Int[Array, "B"]:
-    """Return the lowest index of each row's maximum: ties go to the lower rank, slot and expert, as in C++."""
-    return jax.lax.argmax(values, 1, jnp.int32)

@@ -149,7 +149,9 @@ def ultraep(placement: Placement, quota: Quota, domain: int, eps: float, min_tok
     # Existing replicas keep their slots and quota.
     # Returns the placement `[R, S]` and the quota `[E, R]`, int32; NumPy arrays for NumPy inputs. For an illegal plan,
     # the custom call stops the program on a CPU, and returns -1 in all entries on a GPU.
-    _check(placement.shape, quota.shape, domain, min_tokens)
+    check_plan_shapes(placement.shape, quota.shape, domain)
+    if min_tokens < 1:
+        raise ValueError(f"min_tokens is {min_tokens}; expected at least 1")
     check_eps(eps)
     shapes = placement.shape, quota.shape
     # C++ takes a 32-bit eps, so it rounds like the reference.
@@ -165,12 +167,6 @@ def ultraep(placement: Placement, quota: Quota, domain: int, eps: float, min_tok
         min_tokens=min_tokens,
     )
     return placement, quota
-
-
-def _check(placement: tuple[int, ...], quota: tuple[int, ...], domain: int, min_tokens: int) -> None:
-    check_plan_shapes(placement, quota, domain)
-    if min_tokens < 1:
-        raise ValueError(f"min_tokens is {min_tokens}; expected at least 1")
 
 
 def check_eps(eps: float) -> None:

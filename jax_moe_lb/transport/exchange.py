@@ -333,14 +333,12 @@ def _of_choice(copies: Copies, receipt: Receipt, place: Int[Array, "T"], dtype: 
 
 def rows_at(rows: Float[Array, "A H"], at: Integer[Array, "B"]) -> Float[Array, "B H"]:
     """Return `rows[at]`, on TPUs in the layout of exchanges."""
-
-    def as_they_are(rows: Array, at: Array) -> Array:
-        return rows[at]
-
-    def by_words(rows: Array, at: Array) -> Array:
-        return rows_by_words(rows, at.astype(jnp.int32))
-
-    return jax.lax.platform_dependent(rows, at, tpu=by_words, default=as_they_are)
+    return jax.lax.platform_dependent(
+        rows,
+        at,
+        tpu=lambda rows, at: rows_by_words(rows, at.astype(jnp.int32)),
+        default=lambda rows, at: rows[at],
+    )
 
 
 def rows_by_words(rows: Float[Array, "A H"], at: Int[Array, "B"]) -> Float[Array, "B H"]:

@@ -47,34 +47,14 @@ class Hop:
     def there(self, rows: Shaped[Array, "P H"], into: Shaped[Array, "Q H"], site: str) -> Shaped[Array, "Q H"]:
         """Send rows to the receivers."""
         me = self.group.me
-        return ragged_all_to_all(
-            rows,
-            into,
-            Slices(
-                first=self.first[me],
-                sent=self.size[me],
-                lands=self.lands[me],
-                arriving=self.size[:, me],
-            ),
-            self.group,
-            site=site,
-        )
+        slices = Slices(self.first[me], self.size[me], self.lands[me], self.size[:, me])
+        return ragged_all_to_all(rows, into, slices, self.group, site=site)
 
     def back(self, rows: Shaped[Array, "Q H"], into: Shaped[Array, "P H"], site: str) -> Shaped[Array, "P H"]:
         """Return rows to the senders; the transpose of `there`."""
         me = self.group.me
-        return ragged_all_to_all(
-            rows,
-            into,
-            Slices(
-                first=self.lands[:, me],
-                sent=self.size[:, me],
-                lands=self.first[:, me],
-                arriving=self.size[me],
-            ),
-            self.group,
-            site=site,
-        )
+        slices = Slices(self.lands[:, me], self.size[:, me], self.first[:, me], self.size[me])
+        return ragged_all_to_all(rows, into, slices, self.group, site=site)
 
 
 @pytree

@@ -214,7 +214,7 @@ class Gather(Replicate):
         """
         if plan.relay is not None:
             raise ValueError("plan.relay is set; expected None, as Gather copies every slot from home")
-        wanted = plan.placement[:, plan.num_home :]
+        wanted = _of_replicas(plan.placement, plan)
         home, tree = jax.tree.flatten(experts)
         return jax.tree.unflatten(tree, fetch_all(tuple(home), wanted, plan.num_home, plan.domain, topology))
 
@@ -225,7 +225,7 @@ class Gather(Replicate):
 
     def add_at_home(self, sums: Experts, gradients: Experts, plan: Plan, topology: Topology) -> Experts:
         """Add the gradients of all replicas at home; the order of additions depends on the plan only."""
-        wanted = plan.placement[:, plan.num_home :]
+        wanted = _of_replicas(plan.placement, plan)
         leaves, tree = jax.tree.flatten(sums)
         kinds, group = tuple(jax.tree.leaves(gradients)), Group.of(topology)
         in_place = sends_in_place(kinds, topology)

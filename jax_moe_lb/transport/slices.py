@@ -43,44 +43,34 @@ class SlotSlices:
 
     def send(self, copies: Copies, i: Int[Array, ""], capacity: int, topology: Topology) -> tuple[Rows, GroupSizes]:
         """Send round `i`; see `Exchange.send`."""
-        first, last = i * capacity, (i + 1) * capacity
-        going = _inside(self.first_landed, self.sent, first, last)
-        coming = _inside(self.first_in_stream, self.arriving, first, last)
-        rows = ragged_all_to_all(
-            copies,
-            empty_buffer(copies, capacity),
-            Slices(
-                first=(self.first_sent + going.start).reshape(-1),
-                sent=going.size.reshape(-1),
-                lands=(self.first_landed + going.start - first).reshape(-1),
-                arriving=coming.size.reshape(-1),
-            ),
-            Group.of(topology),
-            disjoint=True,
-            site="dispatch",
+        first, going, coming = self._parts(i, capacity)
+        out = empty_buffer(copies, capacity)
+        there = Slices(
+            first=(self.first_sent + going.start).reshape(-1),
+            sent=going.size.reshape(-1),
+            lands=(self.first_landed + going.start - first).reshape(-1),
+            arriving=coming.size.reshape(-1),
         )
+        rows = _exchange(copies, out, there, topology, "dispatch")
         return rows, coming.size.sum(0, dtype=jnp.int32)
 
     def send_back(self, rows: Rows, i: Int[Array, ""], out: Copies, topology: Topology) -> Copies:
         """Write the outputs of round `i` into `out`; see `Exchange.send_back`."""
-        capacity = rows.shape[0]
+        first, going, coming = self._parts(i, rows.shape[0])
+        back = Slices(
+            first=(self.first_in_stream + coming.start - first).reshape(-1),
+            sent=coming.size.reshape(-1),
+            # Copies of earlier rounds precede those of this round in the sending order of their source.
+            lands=(self.first_at_source + coming.start).reshape(-1),
+            arriving=going.size.reshape(-1),
+        )
+        return _exchange(rows, out, back, topology, "combine")
+
+    def _parts(self, i: Int[Array, ""], capacity: int) -> tuple[Int[Array, ""], "_Part", "_Part"]:
+        """Return the first row of round `i` in a stream, and the parts of the sent and received slices."""
         first, last = i * capacity, (i + 1) * capacity
         going = _inside(self.first_landed, self.sent, first, last)
-        coming = _inside(self.first_in_stream, self.arriving, first, last)
-        return ragged_all_to_all(
-            rows,
-            out,
-            Slices(
-                first=(self.first_in_stream + coming.start - first).reshape(-1),
-                sent=coming.size.reshape(-1),
-                # Copies of earlier rounds precede those of this round in the sending order of their source.
-                lands=(self.first_at_source + coming.start).reshape(-1),
-                arriving=going.size.reshape(-1),
-            ),
-            Group.of(topology),
-            disjoint=True,
-            site="combine",
-        )
+        return first, going, _inside(self.first_in_stream, self.arriving, first, last)
 
 
 @pytree
@@ -110,19 +100,14 @@ class RankSlices:
         first, last = i * capacity, (i + 1) * capacity
         going = _inside(self.first_landed, self.sent, first, last)
         coming = landings(self.arriving, i, capacity)
-        rows = ragged_all_to_all(
-            copies,
-            empty_buffer(copies, capacity),
-            Slices(
-                first=self.first_sent + going.start,
-                sent=going.size,
-                lands=self.first_landed + going.start - first,
-                arriving=coming.sum(1, dtype=jnp.int32),
-            ),
-            Group.of(topology),
-            disjoint=True,
-            site="dispatch",
+        out = empty_buffer(copies, capacity)
+        there = Slices(
+            first=self.first_sent + going.start,
+            sent=going.size,
+            lands=self.first_landed + going.start - first,
+            arriving=coming.sum(1, dtype=jnp.int32),
         )
+        rows = _exchange(copies, out, there, topology, "dispatch")
         return rows[by_slot(coming, capacity)], coming.sum(0, dtype=jnp.int32)
 
     def send_back(self, rows: Rows, i: Int[Array, ""], out: Copies, topology: Topology) -> Copies:
@@ -133,20 +118,14 @@ class RankSlices:
         coming = landings(self.arriving, i, capacity)
         from_rank = self.arriving.sum(1, dtype=jnp.int32)
         part = _inside(starts(from_rank), from_rank, first, last)
-        return ragged_all_to_all(
-            # Transposed, `by_slot` sorts rows by source, then by slot.
-            rows[by_slot(coming.T, capacity)],
-            out,
-            Slices(
-                first=starts(part.size),
-                sent=part.size,
-                lands=self.first_at_source + part.start,
-                arriving=going.size,
-            ),
-            Group.of(topology),
-            disjoint=True,
-            site="combine",
-        )
+        # Transposed, `by_slot` sorts rows by source, then by slot.
+        rows = rows[by_slot(coming.T, capacity)]
+        back = Slices(starts(part.size), part.size, self.first_at_source + part.start, going.size)
+        return _exchange(rows, out, back, topology, "combine")
+
+
+def _exchange(rows: Array, out: Array, slices: Slices, topology: Topology, site: str) -> Array:
+    return ragged_all_to_all(rows, out, slices, Group.of(topology), disjoint=True, site=site)
 
 
 def _exchange_starts(first: Int[Array, "R *X"], topology: Topology) -> Int[Array, "R *X"]:

@@ -325,11 +325,6 @@ def address_home(
     return direct.address(experts, counts, replace(plan, placement=in_order), topology), streams
 
 
-def window(i: Int[Array, ""], capacity: int) -> CopyWindow:
-    """Return the part of the streams at home in round `i`."""
-    return CopyWindow(i * capacity, (i + 1) * capacity)
-
-
 def _starts(sizes: Int[Array, "R L"]) -> Int[Array, "R L"]:
     return sizes.cumsum(1, dtype=jnp.int32) - sizes
 
@@ -541,7 +536,9 @@ def _arrived(rows: PendingRows, after: PyTree) -> tuple[Any, ...]:
 
 
 def _window(i: Array, rows: Rows) -> CopyWindow:
-    return window(i, rows.shape[0])
+    """Return the part of the streams in the receive buffers of round `i`."""
+    capacity = rows.shape[0]
+    return CopyWindow(i * capacity, (i + 1) * capacity)
 
 
 def _home_rows(phases: Phases, i: Array, rows: Rows, ways: PhaseConfig) -> HomeRows:
