@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jax_moe_lb.collectives.ragged_all_to_all import Slices
+from jax_moe_lb.collectives.ragged_all_to_all import Slices, starts
 from jax_moe_lb.core.types import iota
 
 PerReplica = Int[Array, "R P"]
@@ -41,7 +41,7 @@ def _landings(place: PerReplica, owner: PerReplica) -> tuple[Bool[Array, "R P R"
     """Return destinations of replicas, the first row per source at home, and the rows of replicas."""
     goes = (place >= 0)[:, :, None] & (owner[:, :, None] == iota(owner.shape[0])[None, None])
     sent = goes.sum(1, dtype=jnp.int32)
-    first = sent.cumsum(0, dtype=jnp.int32) - sent
+    first = starts(sent, 0)
     # Replicas of the same source and home, by their number.
     earlier = (owner[:, :, None] == owner[:, None]) & (place[:, None] >= 0) & (place[:, None] < place[:, :, None])
     at_home = jnp.where(goes, first[:, None], 0).sum(2, dtype=jnp.int32)

@@ -50,7 +50,7 @@ def introduce(own: int, store: JobStore, calls: Calls, host: str, problem: str |
 
 @dataclass(frozen=True)
 class Probe:
-    """Array that other processes copy, to try peer access."""
+    """Array copied by other processes, to try peer access."""
 
     address: int  # address of an int32 with the index of this process, which stays allocated
     device: int  # CUDA's number of the device

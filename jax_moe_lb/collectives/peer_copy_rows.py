@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jax_moe_lb.collectives.peer_copy import Arrays, Pending, Route, attributes, in_domain, native_platforms, place
-from jax_moe_lb.collectives.ragged_all_to_all import Group, Slices, empty_buffer, ragged_all_to_all
+from jax_moe_lb.collectives.ragged_all_to_all import Group, Slices, empty_buffer, ragged_all_to_all, starts
 from jax_moe_lb.core.custom_calls import by_platform, call, like
 from jax_moe_lb.core.manual_axes import vary_alike
 from jax_moe_lb.core.types import Placement, Quota, Rows, iota, pytree
@@ -69,7 +69,7 @@ def moved_rows(placement: Placement, quota: Quota, first_row: Int[Array, "E"], r
     wanted, rank = placement[:, num_home:], iota(num_ranks)[:, None]
     filled, expert = wanted >= 0, jnp.maximum(wanted, 0)
     asked = jnp.where(filled, quota[expert, rank], 0)
-    before = asked.cumsum(1, dtype=jnp.int32) - asked
+    before = starts(asked, 1)
     size = jnp.clip(room - before, 0, asked)
     # Empty slots add to an expert out of range, which the scatter drops.
     taken = jnp.zeros_like(quota).at[jnp.where(filled, wanted, num_experts), rank].add(size, mode="drop")
@@ -99,12 +99,12 @@ def moved_from_the_end(
 
 def _first_of_slots(first_row: Int[Array, "E"], taken: Quota, expert: PerReplica) -> PerReplica:
     """Return the first rows of slots, from the first moving rows of experts: lower ranks take the first."""
-    earlier = taken.cumsum(1, dtype=jnp.int32) - taken
+    earlier = starts(taken, 1)
     return first_row[expert] + earlier[expert, iota(taken.shape[1])[:, None]]
 
 
 def served_quota(quota: Quota, moved: MovedRows) -> Quota:
-    """Return the served quota: home serves all rows that are not taken."""
+    """Return the served quota: home serves all other rows."""
     num_experts, num_ranks = quota.shape
     stays = (quota.sum(1, dtype=jnp.int32) - moved.taken.sum(1, dtype=jnp.int32))[:, None]
     at_home = iota(num_experts)[:, None] // (num_experts // num_ranks) == iota(num_ranks)[None]
@@ -119,7 +119,7 @@ def move(rows: Rows, moved: MovedRows, window: CopyWindow, out: Taken, group: Gr
     slices = Slices(
         first=first.reshape(-1),
         sent=_of(moved.home == me, size),
-        lands=_landing(size).reshape(-1),
+        lands=starts(size, 1).reshape(-1),
         arriving=_of(_sources(moved, me), size[me][None]),
     )
     return ragged_all_to_all(rows, out, slices, group, disjoint=True, site="moved rows")
@@ -131,7 +131,7 @@ def move_back(rows: Taken, moved: MovedRows, window: CopyWindow, out: Rows, grou
     first, size = window.of(moved.first, moved.size)
     sources = _sources(moved, me)
     slices = Slices(
-        first=jnp.broadcast_to(_landing(size)[me], sources.shape).reshape(-1),
+        first=jnp.broadcast_to(starts(size, 1)[me], sources.shape).reshape(-1),
         sent=_of(sources, size[me][None]),
         lands=jnp.broadcast_to(first[me], sources.shape).reshape(-1),
         arriving=_of(moved.home == me, size),
@@ -146,11 +146,6 @@ def _sources(moved: MovedRows, me: Int[Array, ""]) -> Bool[Array, "R P"]:
 
 def _of(which: Bool[Array, "R P"], size: Int[Array, "*N"]) -> Int[Array, "U"]:
     return jnp.where(which, size, 0).reshape(-1)
-
-
-def _landing(size: PerReplica) -> PerReplica:
-    """Return the offsets of the slots' rows among the rows taken by the rank."""
-    return size.cumsum(1, dtype=jnp.int32) - size
 
 
 def start_onward(

@@ -51,9 +51,9 @@ def _landing_rows(first: Int[Array, "*N"], size: Int[Array, "*N"], num_rows: int
     return jnp.where(iota(num_rows) < size.sum(dtype=jnp.int32), concatenated(first, size, num_rows), num_rows)
 
 
-def starts(sizes: Int[Array, "N"]) -> Int[Array, "N"]:
-    """Return the offsets of contiguous blocks of these sizes."""
-    return sizes.cumsum(dtype=jnp.int32) - sizes
+def starts(sizes: Int[Array, "*N"], axis: int | None = None) -> Int[Array, "*N"]:
+    """Return the offsets of contiguous blocks of these sizes, along an axis if there are several."""
+    return sizes.cumsum(axis, dtype=jnp.int32) - sizes
 
 
 Sizes = Int[Array, "U"]

@@ -151,16 +151,12 @@ def _parts(experts: Experts | ExpertParts) -> ExpertParts:
 
 
 def _by_platform(at_once: Callable[..., Any], in_windows: Callable[..., Any], num_rows: int, *args: Any) -> Any:
-    in_parts = any(_are_parts(arg) for arg in args)
+    in_parts = any(isinstance(arg, tuple) and any(isinstance(part, Experts) for part in arg) for arg in args)
     if in_parts or (num_windows(num_rows) == 1 and not products_are_by_group()):
         return at_once(*args)
     # The branches of `platform_dependent` must have one type.
     alike = vary_like(args, *args)
     return jax.lax.platform_dependent(*alike, cpu=in_windows, default=at_once)
-
-
-def _are_parts(arg: Any) -> bool:
-    return isinstance(arg, tuple) and any(isinstance(part, Experts) for part in arg)
 
 
 def _in_windows(

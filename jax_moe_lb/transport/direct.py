@@ -18,7 +18,7 @@ from jax_moe_lb.core.plan import Plan, load
 from jax_moe_lb.core.split import nearest_first
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, GroupSizes, Rows, pytree
-from jax_moe_lb.transport.dispatch import CopyDispatch
+from jax_moe_lb.transport.dispatch import CopyDispatch, check_rails
 from jax_moe_lb.transport.exchange import Copies, Receipt, arriving_rows, inverse_order, sending_order, sent_to_slots
 from jax_moe_lb.transport.slices import RankSlices, SlotSlices
 
@@ -53,8 +53,7 @@ class Direct(CopyDispatch[DirectReceipt]):
         Raises:
             ValueError: `plan.rails` is set.
         """
-        if plan.rails is not None:
-            raise ValueError("plan.rails is set; expected None, as Direct does not spray")
+        check_rails(plan, self)
         axes, num_copies = topology.expert_axes, experts.size
         me = jax.lax.axis_index(axes)
         going = nearest_first(counts, plan.quota, me, plan.domain, plan.split)

@@ -186,3 +186,9 @@ class CopyDispatch(Dispatch[ReceiptT], Exchange[ReceiptT]):
     ) -> Tokens:
         """Serve all copies of a legal plan by `in_rounds`, whose inputs these are."""
         return in_rounds((x, weights, experts, plan, receipt), replicate, self, topology)
+
+
+def check_rails(plan: Plan, dispatch: Dispatch) -> None:
+    """Check that a plan has no rails."""
+    if plan.rails is not None:
+        raise ValueError(f"plan.rails is set; expected None, as {type(dispatch).__name__} does not spray")

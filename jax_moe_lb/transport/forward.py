@@ -22,8 +22,9 @@ from jax_moe_lb.core.split import nearest_first
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Axes, Counts, iota
 from jax_moe_lb.transport.cost import RowArrays, TransportCost
+from jax_moe_lb.transport.dispatch import check_rails
 from jax_moe_lb.transport.lists import Lists, rows_with_padding
-from jax_moe_lb.transport.once import ListDispatch, check_rails, lists_of
+from jax_moe_lb.transport.once import ListDispatch, lists_of
 from jax_moe_lb.transport.once_rounds import ListReceipt, chunks_between
 from jax_moe_lb.transport.wave_rows import EvenRouting, RowsBetween, WaveRows, spread_evenly
 

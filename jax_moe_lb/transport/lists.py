@@ -159,8 +159,8 @@ class Step:
         edges = [jnp.clip(edge, self.first, self.first + self.size) for edge in edges]
         sizes = [last - first for first, last in itertools.pairwise(edges)]
         tables = jax.lax.all_gather(jnp.stack(sizes), self.group.axes, axis=1)
-        earlier = tables.cumsum(0, dtype=jnp.int32) - tables
-        whole = self.table.cumsum(0, dtype=jnp.int32) - self.table
+        earlier = starts(tables, 0)
+        whole = starts(self.table, 0)
         return tuple(
             replace(
                 self,
@@ -192,9 +192,8 @@ class Step:
 
     def _hop(self) -> Hop:
         table = self.table
-        first = table.cumsum(1, dtype=jnp.int32) - table
-        lands = table.cumsum(0, dtype=jnp.int32) - table if self.lands is None else self.lands
-        return Hop(self.group, table, first, lands)
+        first = starts(table, 1)
+        return Hop(self.group, table, first, starts(table, 0) if self.lands is None else self.lands)
 
     def send(self, entries: Float[Array, "N W"], into: Float[Array, "A W"], site: str) -> Float[Array, "A W"]:
         """Send each entry once to the ranks of the rows in this step."""

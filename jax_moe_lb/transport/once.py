@@ -22,7 +22,7 @@ from jax_moe_lb.core.split import Split, nearest_first
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, Placement, Tokens, iota
 from jax_moe_lb.transport.cost import RowArrays, TransportCost
-from jax_moe_lb.transport.dispatch import Dispatch
+from jax_moe_lb.transport.dispatch import Dispatch, check_rails
 from jax_moe_lb.transport.exchange import RoutingWeights
 from jax_moe_lb.transport.lists import Lists, PerChoice, rows_with_padding
 from jax_moe_lb.transport.once_rounds import ListReceipt, Route, serve_lists
@@ -124,12 +124,6 @@ class _OnceCost(TransportCost):
         room = rows_with_padding(self.buffers, num_tokens * per_token, per_token, topology.num_ranks)
         sent = num_tokens * min(per_token, topology.num_ranks)
         return RowArrays(sent, room, room, num_tokens, carries_sums=True)
-
-
-def check_rails(plan: Plan, dispatch: Dispatch) -> None:
-    """Check that a plan has no rails."""
-    if plan.rails is not None:
-        raise ValueError(f"plan.rails is set; expected None, as {type(dispatch).__name__} does not spray")
 
 
 def lists_of(

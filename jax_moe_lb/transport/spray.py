@@ -182,7 +182,7 @@ def rail_rows_of(rows: Int[Array, "R R M"], me: Int[Array, ""]) -> RailRows:
     """Select the ranges of one rank from the rows between all ranks."""
     num_ranks, _, members = rows.shape
     by_receiver = rows.swapaxes(1, 2).reshape(-1, num_ranks)
-    start = _starts(by_receiver, 0).reshape(num_ranks, members, num_ranks).swapaxes(1, 2)
+    start = starts(by_receiver, 0).reshape(num_ranks, members, num_ranks).swapaxes(1, 2)
     all_rows = RowRanges(start, rows)
 
     def of_node(axis: int) -> RowRanges:
@@ -213,7 +213,7 @@ def find_route(
     left, leaving = rail_rows.leaving.within(window)
     entered, entering = rail_rows.entering.within(window)
     sent = rail_rows.leaving.size
-    place = _starts(sent.reshape(members, -1), 1).reshape(sent.shape) + left
+    place = starts(sent.reshape(members, -1), 1).reshape(sent.shape) + left
     lands = rail_rows.entering.start + entered
 
     def inside(table: Array, axis: int) -> Array:
@@ -224,7 +224,7 @@ def find_route(
     # `size`, `first` and `lands` of all hops are tables of the whole group: `ragged_all_to_all` takes sizes to send and
     # to receive, and each rank computes both from the plan.
     node_group = Group(inner, topology.nodes_in_one_process)
-    near = Hop(node_group, size=stays, first=inside(place, 1), lands=_starts(stays, 0))
+    near = Hop(node_group, size=stays, first=inside(place, 1), lands=starts(stays, 0))
     # Remove the rows inside the node from both tables: the `near` hop sends them directly.
     far = iota(topology.num_ranks) // members != node
     leaving, entering = jnp.where(far[None, :, None], leaving, 0), jnp.where(far[:, None, None], entering, 0)
@@ -242,16 +242,16 @@ def find_route(
     return RailRoute(
         near,
         InterNodeRoute(
-            to_rail=Hop(node_group, size=out, first=_starts(out, 1), lands=_starts(out, 0)),
+            to_rail=Hop(node_group, size=out, first=starts(out, 1), lands=starts(out, 0)),
             along_rail=Hop(
-                Group(outer, topology.in_one_process), size=rail, first=_starts(rail, 1), lands=_starts(rail, 0)
+                Group(outer, topology.in_one_process), size=rail, first=starts(rail, 1), lands=starts(rail, 0)
             ),
             from_rail=Hop(
                 node_group,
                 size=into,
-                first=_starts(into, 1),
+                first=starts(into, 1),
                 # After the rows from inside the node.
-                lands=_starts(into, 0) + stays.sum(0, keepdims=True, dtype=jnp.int32),
+                lands=starts(into, 0) + stays.sum(0, keepdims=True, dtype=jnp.int32),
             ),
             pack=concatenated(place[offset].T, leaving[offset].T, num_copies),
             num_packed=leaving[offset].sum(dtype=jnp.int32),
@@ -279,10 +279,6 @@ def _in_order(size: Int[Array, "*N"], axes: tuple[int, ...], num_rows: int) -> I
     """Return the source row per row after blocks move from row-major order to the order of `axes`."""
     first = starts(size.reshape(-1)).reshape(size.shape)
     return concatenated(first.transpose(axes), size.transpose(axes), num_rows)
-
-
-def _starts(size: Int[Array, "P Q"], axis: int) -> Int[Array, "P Q"]:
-    return size.cumsum(axis, dtype=jnp.int32) - size
 
 
 # ---- dispatch ----------------------------------------------------------------------

@@ -34,7 +34,7 @@ from jax_moe_lb.collectives.peer_copy_rows import (
     start_onward,
 )
 from jax_moe_lb.collectives.plan_and_copy import plan_and_copy, post
-from jax_moe_lb.collectives.ragged_all_to_all import Group, concatenated, empty_buffer
+from jax_moe_lb.collectives.ragged_all_to_all import Group, concatenated, empty_buffer, starts
 from jax_moe_lb.core.checks import Positive, checked_fields
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.manual_axes import first_order
@@ -47,7 +47,7 @@ from jax_moe_lb.kernels.grouped_ffn import ExpertParts, grouped_ffn
 from jax_moe_lb.kernels.operands import BackwardRows
 from jax_moe_lb.transport.cost import TransportCost
 from jax_moe_lb.transport.direct import Direct, DirectReceipt
-from jax_moe_lb.transport.dispatch import Routed, Served
+from jax_moe_lb.transport.dispatch import Routed, Served, check_rails
 from jax_moe_lb.transport.exchange import (
     Buffers,
     Copies,
@@ -159,8 +159,7 @@ class TwoPhase(Direct):
         if ways.planner is None:
             with jax.named_scope("plan"):
                 plan, state = balancer.rebalance(routed.counts, plan, topology, state)
-        if plan.rails is not None:
-            raise ValueError("plan.rails is set; expected None, as TwoPhase does not spray")
+        check_rails(plan, self)
         room = self.room(routed.experts.size)
         outputs, outcome = serve_in_phases(x, experts, routed, dynamic, plan, ways, room)
         rounds, made = outcome.phases.receipt.rounds, outcome.made
@@ -221,8 +220,8 @@ class Streams:
         place = jnp.argsort(busiest, axis=1).astype(jnp.int32)
         key = jnp.where(place < (num_last or 0), 2 * by_rank.shape[1] - place, number)
         order = jnp.argsort(key, axis=1).astype(jnp.int32)
-        starts = _starts(jnp.take_along_axis(by_rank, order, 1))
-        first = jnp.zeros_like(by_rank).at[iota(num_ranks)[:, None], order].set(starts)
+        in_order = starts(jnp.take_along_axis(by_rank, order, 1), 1)
+        first = jnp.zeros_like(by_rank).at[iota(num_ranks)[:, None], order].set(in_order)
         return cls(first.reshape(-1), size, order)
 
     def of_rank(self, me: Int[Array, ""]) -> tuple[Int[Array, "L"], Int[Array, "L"], Int[Array, "L"]]:
@@ -323,10 +322,6 @@ def address_home(
     streams = Streams.of(counts.sum(0, dtype=jnp.int32), topology.num_ranks, num_last)
     in_order = plan.placement[:, :1] + streams.order
     return direct.address(experts, counts, replace(plan, placement=in_order), topology), streams
-
-
-def _starts(sizes: Int[Array, "R L"]) -> Int[Array, "R L"]:
-    return sizes.cumsum(1, dtype=jnp.int32) - sizes
 
 
 # ---- both phases -------------------------------------------------------------------

@@ -54,18 +54,18 @@ def unread_sums_as_nan(traced):
     ],
     ids=["exact", "rounds", "relays", "two phases", "once", "saved", "gather"],
 )
-@pytest.mark.parametrize("workload", [WORKLOADS[0], WORKLOADS[4]], ids=lambda workload: workload.name)
-def test_gradients_of_empty_slots_are_not_read(system, workload, monkeypatch):
+def test_gradients_of_empty_slots_are_not_read(system, monkeypatch):
     case, traced = Case(), []
     monkeypatch.setattr(grouped_ffn, "grouped_outer", unread_sums_as_nan(traced))
     mesh = make_mesh((8,), ("expert",))
     layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), system))
     kernel, experts = case.params("float32")
-    x, mask = case.tokens(workload, 8, "float32")
-    args = x, mask, kernel, experts, jnp.asarray(np.random.default_rng(3).normal(size=x.shape), "float32")
-    (y, _), gradients = layer(*args)
-    (want, _), want_gradients = dense_with_gradients(TopK(2))(*args)
-    assert_close((y, gradients), (want, want_gradients), 1e-4)
+    for workload in (WORKLOADS[0], WORKLOADS[4]):
+        x, mask = case.tokens(workload, 8, "float32")
+        args = x, mask, kernel, experts, jnp.asarray(np.random.default_rng(3).normal(size=x.shape), "float32")
+        (y, _), gradients = layer(*args)
+        (want, _), want_gradients = dense_with_gradients(TopK(2))(*args)
+        assert_close((y, gradients), (want, want_gradients), 1e-4)
     assert traced
 
 
