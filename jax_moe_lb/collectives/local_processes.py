@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +27,29 @@ PATIENCE_S = 120.0
 PREFIX = "jax_moe_lb/neighbours"
 
 
-JobStore = Any
-"""Key-value store of all processes of a job, such as the one of `jax.distributed`, which ends with the job."""
+@runtime_checkable
+class JobStore(Protocol):
+    """Key-value store of all processes of a job, such as the one of `jax.distributed`, which ends with the job."""
 
-Calls = Any
-"""Module `_ffi_cuda`, of which this one calls `listen`, `connect` and `try_peers`."""
+    def key_value_set(self, key: str, value: str) -> None:
+        """Set a key once."""
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        """Return the value of a key, after waiting for it."""
+
+
+@runtime_checkable
+class Calls(Protocol):
+    """Functions of `_ffi_cuda` used by this module."""
+
+    def listen(self) -> str:
+        """Return the address of this process for others."""
+
+    def connect(self, own: int, addresses: dict[int, str], timeout_s: float) -> str | None:
+        """Connect this process with others; return the reason of a failure, or `None`."""
+
+    def try_peers(self, processes: list[int], address: int, device: int, timeout_s: float) -> str | None:
+        """Copy from an array of all other processes; return the reason of a failure, or `None`."""
 
 
 def are_together(processes: Sequence[int], domain: int, hosts: dict[int, str]) -> bool:
@@ -174,7 +192,7 @@ def host_name() -> str:
     return f"{parts[0]} {parts[1]}"
 
 
-def _store_of_job() -> JobStore:
+def _store_of_job() -> JobStore | None:
     # JAX has no public function for it.
     from jax._src import distributed
 
