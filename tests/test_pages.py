@@ -213,7 +213,7 @@ def test_the_messages_of_troubleshooting_exist():
     """The constant parts of a message occur in a source file, in strings that may span several lines."""
     sources = [p for root in ("jax_moe_lb", "models", "ffi") for s in ("*.py", "*.cc") for p in (ROOT / root).rglob(s)]
     text = "\n".join(re.sub(r'"\s*\n\s*f?"', "", path.read_text()) for path in sources)
-    messages = re.findall(r"```output\n(.*?)\n```", (ROOT / "docs/troubleshooting.md").read_text())
+    messages = re.findall(r"^- `(.+?)`:", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
     own = [message for message in messages if not message.startswith(tuple(OF_JAX))]
     assert len(messages) - len(own) == len(OF_JAX)
     parts = {part.strip() for message in own for part in message.split("...")}
