@@ -69,11 +69,9 @@ def checked_fields(cls: ClassT) -> ClassT:
         hints = _hints(kind)
         last = []
         for field in fields(self):
-            value = getattr(self, field.name)
-            # Defaults are valid, and most fields have them.
-            if not field.init or value is field.default:
+            if not field.init:
                 continue
-            case = f"{kind.__name__}.{field.name}", value, hints.get(field.name, Any)
+            case = f"{kind.__name__}.{field.name}", getattr(self, field.name), hints.get(field.name, Any)
             if _is_infinite_number(*case[1:]):
                 # The class may name the range of the number, too.
                 last.append(case)
