@@ -10,6 +10,7 @@ from jax_moe_lb.planners.base import (
     check_plan_shapes,
     check_tokens,
     domain_iota,
+    first_argmax,
     of_domains,
     run_planner,
     to_first_empty,
@@ -93,13 +94,13 @@ def _copy(s: _Shadows, min_saved: int) -> _Shadows:
     """Copy one expert in every domain with a sufficient gain, and leave the others unchanged."""
     b, members = iota(s.load.shape[0]), iota(s.load.shape[1])[None]
     # argmax takes the first of equal values: the lower rank and the lower expert, as in C++.
-    giver = jax.lax.argmax(s.load, 1, jnp.int32)
+    giver = first_argmax(s.load)
     others = members != giver[:, None]
     slots = ((s.placement < 0).any(2) | ~others).all(1)
     home = iota(s.served.shape[1])[None] // (s.served.shape[1] // s.load.shape[1])
     able = s.at_home & (home == giver[:, None]) & slots[:, None]
     # -1 is below every served load, so an expert without a possible copy is chosen only if no expert has one.
-    expert = jax.lax.argmax(jnp.where(able, s.served, -1), 1, jnp.int32)
+    expert = first_argmax(jnp.where(able, s.served, -1))
     leaving = s.leaving[b, expert]
     change = leaving - jnp.where(others, 0, leaving.sum(1, dtype=jnp.int32, keepdims=True))
     copied = able[b, expert] & (s.load.max(1) - (s.load + change).max(1) >= min_saved)

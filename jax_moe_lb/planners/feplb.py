@@ -11,6 +11,7 @@ from jax_moe_lb.planners.base import (
     check_tokens,
     domain_iota,
     edit,
+    first_argmax,
     lowest,
     of_domains,
     to_first_empty,
@@ -118,7 +119,7 @@ def _move(m: _Moves, skip: bool) -> _Moves:
     """Make one move in every domain with a possible move, and leave the others unchanged."""
     b, home = iota(m.load.shape[0]), m.served.shape[1] // m.load.shape[1]
     # argmax takes the first of equal values: the lower rank and the lower expert, as in C++.
-    giver = jax.lax.argmax(m.load, 1, jnp.int32)
+    giver = first_argmax(m.load)
     # The slots before the first move suffice: an expert moves once, so no rank gets it twice.
     taker, taker_load = lowest(m.load[:, None], (m.open > 0)[:, None] & ~m.holds)
     of_giver = m.dynamic & (iota(m.served.shape[1])[None] // home == giver[:, None])
@@ -127,7 +128,7 @@ def _move(m: _Moves, skip: bool) -> _Moves:
     fits = of_giver & (m.served < m.load[b, giver][:, None] - taker_load)
     # Without `skip`, the busiest expert is chosen first; if it does not fit, the domain is finished. -1 is below every
     # served load.
-    expert = jax.lax.argmax(jnp.where(fits if skip else of_giver, m.served, -1), 1, jnp.int32)
+    expert = first_argmax(jnp.where(fits if skip else of_giver, m.served, -1))
     moved, taker = fits[b, expert], taker[b, expert]
     tokens = jnp.where(moved, m.served[b, expert], 0)
     number = domain_iota(m.served)[b, expert]

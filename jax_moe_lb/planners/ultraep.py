@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Int
 
 from jax_moe_lb.core.native_planner import alike
 from jax_moe_lb.core.types import Placement, Quota, iota, pytree
-from jax_moe_lb.planners.base import check_plan_shapes, fits_kernel, run_planner
+from jax_moe_lb.planners.base import check_plan_shapes, first_argmax, fits_kernel, run_planner
 
 
 @pytree
@@ -94,7 +94,7 @@ def _replicate(d: Queues, limit: Array, floor: Array, a: _Attempt) -> _Attempt:
     expert = d.queue[b, place]
     able = (a.room > 0) & (a.open > 0) & ~d.holds[b, expert] & (a.given[b, expert] == 0)
     # A tie goes to the lower rank. If none is able, rank 0 is read and gets no tokens.
-    rank = jax.lax.argmax(jnp.where(able, a.room, 0), 1, jnp.int32)
+    rank = first_argmax(jnp.where(able, a.room, 0))
     tokens = jnp.minimum(jnp.minimum(a.need, a.left), jnp.where(able[b, rank], a.room[b, rank], 0))
     # The floor is an equal share of the remaining surplus: a rank taking less would leave more than their share to the
     # others.

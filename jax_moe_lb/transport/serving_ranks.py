@@ -8,6 +8,7 @@ visits anyway, which saves rows.
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from jax_moe_lb.collectives.ragged_all_to_all import starts
 from jax_moe_lb.core.types import iota
 
 Choices = Int[Array, "N K"]
@@ -53,8 +54,6 @@ def _pass(experts: Choices, rank: Int[Array, "N K"], left: Going) -> tuple[Int[A
     key = jnp.where(wanted < num_ranks, of * num_ranks + wanted, num_experts * num_ranks).reshape(-1)
     order = jnp.argsort(key, stable=True).astype(jnp.int32)
     asked = jnp.zeros_like(key, shape=num_experts * num_ranks + 1).at[key].add(1)
-    position = (
-        jnp.zeros_like(key).at[order].set(iota(key.shape[0]) - (asked.cumsum(dtype=jnp.int32) - asked)[key[order]])
-    )
+    position = jnp.zeros_like(key).at[order].set(iota(key.shape[0]) - starts(asked)[key[order]])
     takes = (position < jnp.append(left.reshape(-1), 0)[key]).reshape(experts.shape)
     return jnp.where(takes, wanted, rank), left - jnp.minimum(left, asked[:-1].reshape(left.shape))
