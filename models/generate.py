@@ -115,10 +115,8 @@ def main(
             asked += [] if messages is None else [template.prompt(*conversation_in(_conversation(messages, limits)))]
         offer_cpu_devices(parallel.num_shards)
         tokenizer, trace = read_tokenizer(checkpoint / "tokenizer.json", limits), CountsTrace()
-        balancing = make_system(parallel)
-        model = from_pretrained(
-            checkpoint, make_mesh(parallel), balancing, compute_dtype=dtype, param_dtype=dtype, limits=limits
-        )
+        mesh, balancing = make_mesh(parallel), make_system(parallel)
+        model = from_pretrained(checkpoint, mesh, balancing, compute_dtype=dtype, param_dtype=dtype, limits=limits)
         tokens = [encoded(tokenizer, text) for text in texts] if asked is None else asked
         whole, until = partial(decoded, tokenizer), partial(_until, stop or [])
         held = max((len(text) - 1 for text in stop or ()), default=0)

@@ -200,8 +200,8 @@ def _of_balancer(name: str, backend: str) -> Implementation:
             built += "; domains above 128 ranks, or too large for shared memory, plan on the host"
         return Implementation(name, f"custom call {', '.join(calls)}", built, None)
     remedy = HOW_TO_BUILD.get(LOWERING_PLATFORMS[backend])
-    why = "it runs on every backend" + "; no custom call was built" * (remedy is not None)
-    return Implementation(name, "a loop in jnp", why, remedy)
+    why = "it runs on every backend"
+    return Implementation(name, "a loop in jnp", why if remedy is None else f"{why}; no custom call was built", remedy)
 
 
 def _implementation(op: OperationForms, backend: str) -> Implementation:
