@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jax_moe_lb.core.manual_axes import vary_alike
 from jax_moe_lb.core.types import DType, GroupSizes, wide_dtype
-from jax_moe_lb.kernels.backends import PLATFORMS, Product, choose_backend
+from jax_moe_lb.kernels.backends import PLATFORMS, Backend, Product, choose_backend
 from jax_moe_lb.kernels.operands import RowGroups, clear_tail
 
 Inputs = Float[Array, "A I"]
@@ -64,12 +64,16 @@ def outer_product(rows: Inputs, others: Outputs, num_groups: int | tuple[int, ..
 
 
 def _by_platform(product: Product, *operands: Any, sums: Any = None) -> Any:
-    def on(platform: str) -> Any:
-        # The platform is known when the program is lowered; the branches of all platforms are traced.
-        return lambda *args: choose_backend(product, platform).backend(product, *args)
+    # The platform is known when the program is lowered; the branches of all platforms are traced.
+    backends = {platform: choose_backend(product, platform).backend for platform in (*PLATFORMS, "default")}
+    return _on_platforms(product, tuple(backends.items()), *operands, sums)
 
-    branches = {platform: on(platform) for platform in PLATFORMS}
-    return jax.lax.platform_dependent(*operands, sums, **branches, default=on("other"))
+
+# Traced once for equal shapes: a layer has dozens of products.
+@partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _on_platforms(product: Product, backends: tuple[tuple[str, Backend], ...], *operands: Any) -> Any:
+    branches = {platform: partial(backend, product) for platform, backend in backends}
+    return jax.lax.platform_dependent(*operands, **branches)
 
 
 def _save(transposed: bool, *args: Any) -> tuple[Outputs, tuple[Any, ...]]:
