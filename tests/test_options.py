@@ -56,6 +56,8 @@ from jax_moe_lb.transport import (
 )
 from tests.layer_cases import make_mesh
 
+pytestmark = pytest.mark.usefixtures("cpu_branches")
+
 WIDTH, NUM_EXPERTS, NUM_TOKENS = 8, 8, 32
 
 

@@ -33,6 +33,8 @@ from tests.layer_cases import assert_close, make_mesh
 from tests.stress.dense_module import Tokens, dense
 from tests.test_options import DISPATCHES, ROUTERS
 
+pytestmark = pytest.mark.usefixtures("cpu_branches")
+
 WIDTH, INNER, NUM_EXPERTS, NUM_TOKENS = 8, 12, 8, 24
 
 

@@ -7,6 +7,11 @@ from tests.parity.references import make_reference
 jax.config.update("jax_enable_compilation_cache", True)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def cpu_branches_alone(cpu_branches):
+    """No test here lowers for another platform."""
+
+
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory):
     """Return a function building the reference of an architecture once."""
