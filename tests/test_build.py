@@ -71,6 +71,7 @@ def compiler(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_a_compiler_other_than_that_of_pythons_build_is_used(tmp_path, compiler):
     configure(tmp_path / "build", compiler.parent, CXX="absent-g++ -pthread")
     assert f"CMAKE_CXX_COMPILER:FILEPATH={compiler}\n" in (tmp_path / "build/CMakeCache.txt").read_text()

@@ -29,6 +29,7 @@ print({"tunix", "maxtext", "easydel"} & set(sys.modules))
 TOOLS = {"advise", "aot", "cli", "contrib", "integrations", "sim"}
 
 
+@pytest.mark.slow
 def test_a_layer_imports_neither_tools_nor_their_packages():
     program = IMPORTED.replace("{TOOLS}", repr(TOOLS))
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

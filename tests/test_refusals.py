@@ -528,6 +528,7 @@ def test_a_dtype_is_refused_with_transfers_as_remedy_if_it_has_eight_bits(dtype)
     assert ("Pass transfer_dtype" in str(refused.value)) == (jnp.dtype(dtype).itemsize == 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(0, 8), (0, 16, 8), (4, 0, 8)])
 @pytest.mark.parametrize("limit", [None, routing.GroupLimit(2, 1)])
 def test_a_batch_without_tokens_has_no_loss(shape, limit):

@@ -41,6 +41,7 @@ def test_no_page_has_a_status_of_its_own():
     assert not {str(path.relative_to(ROOT)): own for path, own in found.items() if own}, "link docs/status.md instead"
 
 
+@pytest.mark.slow
 def test_no_source_has_a_status_of_its_own():
     found = {path: [own for _, text in texts(path) for own in statuses(text)] for path in SOURCES}
     assert not {str(path.relative_to(ROOT)): own for path, own in found.items() if own}, "see docs/status.md"

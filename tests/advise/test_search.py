@@ -83,6 +83,7 @@ def test_a_larger_buffer_insures_against_rounds_of_unseen_loads(plain_rounds, se
     assert found.choice == Choice("exact", 1, headroom=headroom)
 
 
+@pytest.mark.slow
 def test_a_choice_of_several_rounds_is_tried_with_more_room():
     judge, (space, _) = Evaluator(MODEL, replace(CLUSTER, round_s=1.0), Step()), everything(0)
     load = drawn_workloads(MODEL, 4, 1.2, 1, [LoadShape.RANKS], 1, 0)[0]

@@ -37,6 +37,7 @@ def test_a_layer(gradients):
     assert report.compile_s > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "exact", "rails", "feplb"])
 def test_no_constant_of_a_layer_is_empty(name, monkeypatch):
     # The compiler of JAX 0.11.2 crashes on them in `shard_map`: empty indices of a write to all slots, for example.

@@ -139,6 +139,7 @@ class Recording(Balancer):
         return plan, state
 
 
+@pytest.mark.slow
 def test_a_load_has_the_sizes_of_the_layer():
     sizes = LayerSizes(hidden=128, inner=64, experts=16, tokens=32, per_token=2)
     system = replace(exact(2, Buffers(1.3, max_rounds=3)), balancer=Recording())

@@ -74,6 +74,7 @@ RESIDUAL_BYTES = LayerProgram.residual_bytes
 """It traces every form, which takes seconds."""
 
 
+@pytest.mark.slow
 def test_every_change_that_saves_time_is_kept_within_the_memory(layer, compiled):
     tuned = tune(layer, X)
     saved = tuned.system.dispatch.saved
@@ -95,6 +96,7 @@ def test_more_memory_permits_latency_hiding(layer, compiled):
     assert tuned.compiler_options == tuned.best.compiler_options
 
 
+@pytest.mark.slow
 def test_saved_arrays_count_once_per_layer(layer, compiled, monkeypatch):
     """A stack that stores the arrays of every layer has no room for them; chunks are no residuals."""
     monkeypatch.setattr(LayerProgram, "residual_bytes", RESIDUAL_BYTES)

@@ -210,6 +210,7 @@ MIXTRAL = LayerCost(8192, 352_321_536, 352_321_536, 8192, 352_321_536, slot_copi
 """A layer of Mixtral-8x7B on H100: a replica takes the time of about 1,700 token copies, of 8,192."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("hot", "pays"), [(1.0, False), (1.1, False), (1.3, False), (2.0, True), (3.0, True)])
 def test_by_the_rates_of_the_device_a_plan_is_kept_only_if_it_saves_time(hot, pays):
     """The decision is a selection on integers, equal on the host and in one program without branches."""
@@ -230,6 +231,7 @@ def test_by_the_rates_of_the_device_a_plan_is_kept_only_if_it_saves_time(hot, pa
         assert load(kept).max() <= 8602
 
 
+@pytest.mark.slow
 def test_a_further_round_is_saved_by_the_rates_of_the_device():
     counts = np.tile(np.array([1126, *[1009] * 7], np.int32), (8, 1))
     topology, start = Topology((Level("gpu", 8),), 8), plain_plan(counts, Topology.flat(8), 3)

@@ -64,6 +64,7 @@ def test_slots_that_cannot_level_are_shared():
     assert outcome(BEST, counts, 2)[0] == 1.5 * counts.sum() / 128
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(8, 4, 1), *further([(8, 8, 2), (16, 4, 1)])], ids=str)
 def test_the_maximum_is_near_the_optimum(shape):
     num_ranks, num_home, slots = shape

@@ -44,6 +44,7 @@ def test_the_only_rank_equals_the_dense_layer(headroom):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found, (want, pull_back(upstream)))
 
 
+@pytest.mark.slow
 def test_a_rank_serves_the_rows_of_the_plan_in_its_rounds():
     served = Served.of(TINY, Variant(exact()), 4.0)
     exchange = LocalExchange(Buffers(0.5))
@@ -94,6 +95,7 @@ def test_rows_are_copied(monkeypatch, first, to, number):
 SOURCES = jnp.array([1, -1, 0, 1, -1], jnp.int32)
 
 
+@pytest.mark.slow
 def test_only_occupied_slots_are_copied_and_added(monkeypatch):
     weights = jnp.arange(2.0 * 64 * 128).reshape(2, 64, 128)
     gradients = jnp.ones((5, 64, 128)).at[jnp.array([1, 4])].set(jnp.nan)

@@ -65,6 +65,7 @@ def test_what_compilers_log_stays_off_stderr(capfd):
 ENDS = {"SIGSEGV": "Segmentation fault", "SIGABRT": "Aborted; F0000 a check fails", "SIGKILL": "no exit status"}
 
 
+@pytest.mark.slow
 def test_a_compiler_that_ends_the_process_is_named():
     # Each signal ends a child of one process, as an import takes seconds.
     code = """

@@ -82,6 +82,7 @@ def test_the_accelerators_path_lowers():
     assert "while" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_one_rank_gathers_on_a_gpu(seed):
     rng = np.random.default_rng(seed)

@@ -33,6 +33,7 @@ def test_copies_are_sorted_by_slot_then_by_row(kind):
     np.testing.assert_array_equal(places.place.reshape(-1), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [sum_rows, _in_one_kernel])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_sums_are_wide_and_read_no_row_without_a_place(dtype, form):

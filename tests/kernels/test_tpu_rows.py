@@ -25,6 +25,7 @@ def owned_rows(seed: int, num_rows: int, width: int, num_entries: int) -> tuple[
     return jnp.asarray(rows, jnp.bfloat16), entry, weights.astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_rows", "width", "num_entries"), [(200, 2048, 150), (96, 256, 64), (131, 512, 3), (1, 256, 70)]
 )
@@ -40,6 +41,7 @@ def test_sums_equal_numpy_rounded_once(num_rows, width, num_entries, is_weighted
     np.testing.assert_allclose(np.asarray(got, np.float32), want[:num_entries], rtol=2**-8, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_nan_stays_in_its_entry():
     rows = jnp.ones((8, 256), jnp.bfloat16).at[3].set(jnp.nan)
     entry = jnp.asarray([0, 0, 1, 2, 2, 3, 3, 3], jnp.int32)

@@ -52,6 +52,7 @@ def test_products(sizes, transposed):
     assert_products(got, rows, matrices, SIZES[sizes])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(
     "widths",

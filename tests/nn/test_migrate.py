@@ -109,6 +109,7 @@ def test_gradients_of_a_layer_and_its_residuals_sum_to_the_exact_ones(remat):
     assert not any(np.any(left[...]) for left in encoded.residual)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [Codec(gradient_ratio=8.0), Codec(8.0, CodecBase.REMEMBERED, gradient_ratio=8.0)])
 def test_a_gradient_without_its_residual_is_refused(codec):
     """It would lose the entries not sent; gradients of other arguments do not need it."""

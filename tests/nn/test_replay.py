@@ -150,6 +150,7 @@ def test_every_router_keeps_its_own_weights(router):
         assert single.weights[1, 0] == pytest.approx(1.5)
 
 
+@pytest.mark.slow
 def test_given_experts_that_do_not_fit_are_refused():
     layer = layer_on((2,), ("expert",), (), dtype=jnp.float32)
     x, ids = jnp.ones((2, 4, WIDTH)), jnp.zeros((2, 4), jnp.int32)

@@ -147,6 +147,7 @@ def test_a_router_finds_the_tokens_of_all_groups(shape, x64):
     assert_close(nnx.jit(lambda layer, x: layer(x)[0])(layer, x), dense_layer(whole, x), 1e-12)
 
 
+@pytest.mark.slow
 def test_forced_balance_continues_over_groups_and_ranks():
     """Each expert of each group has equally many copies if these are its multiple."""
     mesh = make_mesh((2, 2), ("data", "expert"))

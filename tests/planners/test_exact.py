@@ -54,6 +54,7 @@ def test_plans_are_the_recorded_ones(case):
     assert digest.hexdigest()[:16] == PLANS[case]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(8, 2, 3, 8), (6, 2, 9, 2)], ids=str)
 def test_a_program_plans_as_the_host(shape):
     *sizes, slots, domain = shape
@@ -105,6 +106,7 @@ def test_small_cases_are_solved_to_the_optimum():
     assert above_mean >= 10
 
 
+@pytest.mark.slow
 def test_numpy_arrays_are_planned_without_a_jax_program():
     counts = draw_counts(np.random.default_rng(1), 4, 2, 500).astype(np.int64)
     answer = exact(counts, 3, 4)
@@ -147,6 +149,7 @@ def test_what_is_no_array_of_counts_is_refused(counts, message):
         check_shapes(counts, 3, 2)  # `exact` itself has its annotations checked in tests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("counts", "message"),
     [

@@ -26,6 +26,7 @@ def test_softmax_top_k_as_it_is():
     np.testing.assert_allclose(routing.weights, np.sort(everything, 1)[:, :-3:-1], rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("score", [jax.nn.softmax, jax.nn.sigmoid])
 def test_the_weight_of_one_expert_is_its_score(score):
     """A weight divided by itself would be 1, and the gradient of the router 0."""

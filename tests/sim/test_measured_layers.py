@@ -15,6 +15,7 @@ WITHIN = 10.0
 """Largest deviation of a layer in percent."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skew", ["even", "1", "2", "4"])
 @pytest.mark.parametrize("layer", ["qwen3", "mixtral"])
 def test_layers_take_the_time_measured_on_an_h100(layer, skew):

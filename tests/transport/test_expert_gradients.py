@@ -157,6 +157,7 @@ def test_encoded_experts_travel_in_one_exchange_per_level_and_direction():
     assert f"tensor<2x{2 * KEPT * 6 // 4}xui32>" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_words_hold_all_bits(dtype):
     rng = np.random.default_rng(0)

@@ -103,6 +103,7 @@ def test_options_carry_over():
     assert found == Forward(given.buffers, given.transfer, given.saved)
 
 
+@pytest.mark.slow
 def test_a_layer_follows_the_rule_unless_its_dispatch_is_given():
     mesh = jax.make_mesh((2, 2), ("node", "gpu"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     topology = Topology.from_mesh(mesh, ("node", "gpu"))
@@ -125,6 +126,7 @@ def test_a_layer_follows_the_rule_unless_its_dispatch_is_given():
     assert dispatch("feplb", topology) == TwoPhase(Buffers(headroom=2.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("router", [lambda logits, bias, info: TopK(4)(logits, bias, info), TopK(4)], ids=["a", "b"])
 @pytest.mark.parametrize("system", ["exact", exact(), exact(dispatch="once")], ids=["text", "function", "once"])
 def test_text_and_function_are_one_program(router, system):

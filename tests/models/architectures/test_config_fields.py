@@ -109,6 +109,7 @@ def others(value):
     return [True, 3, 0.25, "other", ["other"], [0], {"other": 1}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED["models"])
 def test_the_files_of_published_models_are_read(name):
     model = PUBLISHED["models"][name]
@@ -132,6 +133,7 @@ def test_every_field_that_is_read_changes_the_model_or_is_refused(name):
         assert unchanged in ([], [True]) if field not in raw else not unchanged, (field, unchanged)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_other_field_is_refused_by_name(name):
     raw = base(name)

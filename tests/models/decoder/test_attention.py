@@ -225,6 +225,7 @@ def test_chunks_begin_with_their_document():
     assert scores.chunks_in(positions, 2).tolist() == [[1, 1, 2, 2, 3, 4, 4, 5]]
 
 
+@pytest.mark.slow
 def test_chunks_of_cached_keys_equal_those_of_whole_sequences():
     q, k, v, _ = inputs(7, jnp.float32)
     positions = jnp.broadcast_to(jnp.arange(7)[None], q.shape[:2])

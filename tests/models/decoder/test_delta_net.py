@@ -87,6 +87,7 @@ def test_the_backward_pass_stores_the_states_between_chunks_alone():
     assert 4 * state.size in sizes
 
 
+@pytest.mark.slow
 def test_strong_decay_and_equal_keys_stay_finite():
     given, state = random_inputs(64)
     given = given._replace(k=jnp.ones_like(given.k), log_decay=jnp.full_like(given.log_decay, -50.0))

@@ -299,6 +299,7 @@ def test_what_generate_refuses_is_one_line(mixtral, options, expected):
     assert result.output.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_published_sizes():
     """In billions: total and active parameters, with embedding and output."""
     counted = {name: num_params(published_config(name)) for name in PUBLISHED}

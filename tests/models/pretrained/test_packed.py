@@ -79,6 +79,7 @@ def equal(one, two):
     return one.keys() == two.keys() and all(np.array_equal(value, two[name]) for name, value in one.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_both_directions_of_every_architecture(kind, all_devices):
     source, other = random_model(kind, 1), random_model(kind, 2)
@@ -91,6 +92,7 @@ def test_both_directions_of_every_architecture(kind, all_devices):
     assert equal(tensors_of(other), {name: 2 * value for name, value in published.items()})
 
 
+@pytest.mark.slow
 def test_every_architecture_has_packed_experts():
     for kind in ARCHITECTURES:
         names = tensors_of(random_model(kind, 0), packed=True).keys()
@@ -176,6 +178,7 @@ def test_tensors_that_do_not_fit_are_one_line(change, expected, all_devices):
     assert equal(tensors_of(model), before)
 
 
+@pytest.mark.slow
 def test_a_model_with_adapters_is_refused(all_devices):
     model = random_model("mixtral", 0)
     with pytest.raises(ValueError, match="model has adapters; expected a model without"):

@@ -53,6 +53,7 @@ def sums_of_groups(jaxpr):
     return [tuple(map(int, dims.split(","))) for dims in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "num_products", "num_sums"), [(0, 4, 4), (RANK, 0, 0)])
 def test_matrices_have_no_gradient_beside_adapters(rank, num_products, num_sums):
     programs, tokens = programs_of(rank, ParallelConfig(2, 2, "plain"))

@@ -197,6 +197,7 @@ def test_dropout_of_a_checkpoint_is_named(tmp_path):
     assert source.noise == ["config.json: attention_dropout is 0.1; training has none"]
 
 
+@pytest.mark.slow
 def test_a_run_is_not_written_into_its_checkpoint(checkpoint):
     arguments = [checkpoint, "--data", checkpoint.parent / "text", "--run-dir", checkpoint, "--overwrite", *SMALL]
     before = sorted(checkpoint.iterdir())
