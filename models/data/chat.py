@@ -135,8 +135,12 @@ class ChatTemplate:
             # The request for an answer may have more than the beginning of every answer, such as `<think>`.
             probe = self.text([*messages[:-1], {"role": "assistant", "content": PROBE}], variables)
             begin = _num_shared(text, asked, probe)
-            if begin < _num_shared(asked, self.text(messages[:-1], variables)):
-                raise ValueError("the chat template begins an answer in another way than it asks for one")
+            request = asked[_num_shared(asked, self.text(messages[:-1], variables)) :]
+            if begin < len(asked) - len(request):
+                # An answer may change the messages before it: gpt-oss leaves out the reasoning of tool calls.
+                begin = probe.rfind(request) + len(request)
+                if not len(request) <= begin <= _num_shared(text, probe) or not request:
+                    raise ValueError("the chat template begins an answer in another way than it asks for one")
         return _Draft(messages, text, [(begin, len(text))])
 
     def _kept(self, draft: "_Draft", text: str) -> list[tuple[int, int]] | None:

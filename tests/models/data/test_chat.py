@@ -133,6 +133,21 @@ def test_an_answer_begins_after_the_text_shared_with_the_request(folder, answer,
     assert learned_in(examples) == [f"{learned}~4~"]
 
 
+REVISED = """{%- for message in messages %}<{{ message.role }}>
+{%- if message.thinking and messages[-1].role != "assistant" %}({{ message.thinking }}){% endif %}
+{%- if message.content is defined %}={% endif %}{{ message.content }}~{% endfor %}
+{%- if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+def test_an_answer_may_change_the_messages_before_it(folder):
+    """As in gpt-oss, which leaves out the reasoning of tool calls once they have an answer."""
+    chat = chat_of(folder, REVISED)
+    call = {"role": "assistant", "thinking": "so", "content": "call"}
+    talk = [*TALK[:1], call, {"role": "tool", "content": "2"}, *TALK[1:]]
+    assert "(so)" in chat.text(talk[:3], asks=True)
+    assert learned_in(chat.examples(talk)) == ["=call~=2~=4~"]
+
+
 def test_marked_answers_are_learned(folder):
     examples = chat_of(folder, MARKED).examples(TALK)
     assert learned_in(examples) == ["2~4~"]
