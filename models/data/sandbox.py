@@ -2,10 +2,14 @@
 
 import datetime
 import json
-from collections.abc import Iterable, Mapping
+import resource
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
@@ -18,6 +22,9 @@ from jax_moe_lb.core.checks import shown
 
 MOST_TEXT = 2**24  # maximum number of characters of a rendered conversation, and of a text or list in a template
 MOST_BITS = 2**10  # maximum number of bits of an integer in a template
+MOST_BYTES = 2**30  # maximum memory that a template may add to the process, on Linux
+
+_LOCK = threading.Lock()  # held while the limit of the process is changed
 
 
 @dataclass
@@ -40,10 +47,11 @@ def compiled(source: str) -> jinja2.Template:
     # Jinja's own filter escapes characters of HTML.
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     try:
-        return environment.from_string(source)
-    except (jinja2.TemplateError, SyntaxError, RecursionError) as error:
-        # The compiler of Python refuses a `break` outside a loop.
-        raise ValueError(f"the chat template is not valid: {shown(str(error))[1:-1]}") from error
+        with _limited_memory():
+            return environment.from_string(source)
+    except (jinja2.TemplateError, SyntaxError, RecursionError, MemoryError, SystemError) as error:
+        # The compiler of Python refuses a `break` outside a loop, and may end with `SystemError` out of memory.
+        raise ValueError(f"the chat template is not valid: {_reason(error)}") from error
 
 
 def rendered(template: jinja2.Template, variables: Mapping[str, Any]) -> Rendering:
@@ -51,15 +59,39 @@ def rendered(template: jinja2.Template, variables: Mapping[str, Any]) -> Renderi
     rendering = Rendering()
     try:
         parts = []
-        # The template continues after each part, so `length` is the offset of the next one.
-        for part in template.generate({**variables, RENDERING: rendering}):
-            rendering.length += len(part)
-            _require_few(rendering.length, MOST_TEXT)
-            parts.append(part)
+        with _limited_memory():
+            # The template continues after each part, so `length` is the offset of the next one.
+            for part in template.generate({**variables, RENDERING: rendering}):
+                rendering.length += len(part)
+                _require_few(rendering.length, MOST_TEXT)
+                parts.append(part)
     except (jinja2.TemplateError, *FAILURES) as error:
-        raise ValueError(f"the chat template refuses the messages: {shown(str(error))[1:-1]}") from error
+        raise ValueError(f"the chat template refuses the messages: {_reason(error)}") from error
     rendering.text = "".join(parts)
     return rendering
+
+
+@contextmanager
+def _limited_memory() -> Iterator[None]:
+    """Limit the memory of the process to its current size and `MOST_BYTES`, on Linux."""
+    # Filters, methods of texts and blocks may make a value of any size, unlike operators.
+    size, kind = Path("/proc/self/statm"), resource.RLIMIT_AS
+    if not size.exists():
+        yield
+        return
+    with _LOCK:
+        before = resource.getrlimit(kind)
+        most = int(size.read_text().split()[0]) * resource.getpagesize() + MOST_BYTES
+        limits = [limit for limit in (most, *before) if limit != resource.RLIM_INFINITY]
+        resource.setrlimit(kind, (min(limits), before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(kind, before)
+
+
+def _reason(error: BaseException) -> str:
+    return shown(str(error))[1:-1] or "out of memory"
 
 
 RENDERING = "_rendering"  # variable of templates with their `Rendering`
@@ -93,6 +125,10 @@ class _Environment(ImmutableSandboxedEnvironment):
             bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
             _require_few(bits, MOST_BITS)
         return super().call_binop(context, operator, left, right)
+
+    def handle_exception(self, source: str | None = None) -> NoReturn:
+        """Raise the error of a template, without the traceback of Jinja, which needs memory."""
+        raise
 
     def concatenated(self, values: Iterable[Any]) -> str:
         """Return the text of all values."""

@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax_moe_lb import plain
 from models.architectures.config_json import Fields
 from models.architectures.registry import configured
 from models.config import DataConfig, ParallelConfig, TrainConfig
+from models.data import sandbox
 from models.data.chat import ChatTemplate, conversation_in, read_variables
 from models.data.marks import marked, positions_in, segments
 from models.data.sources import corpus_from
@@ -306,6 +308,11 @@ def test_bad_conversations_are_refused_with_their_line(folder, tmp_path, line, m
         (DOUBLED.format("n.x ~ n.x"), "refuses the messages: a value has size 33554432; expected at most 16777216"),
         (DOUBLED.format("n.x + n.x"), "refuses the messages: a value has size 33554432; expected at most 16777216"),
         (LONG, "refuses the messages: a value has size"),
+        ("{{ messages[0].content | center(10**12) | length }}", "refuses the messages: out of memory"),
+        ("{{ messages[0].content.ljust(10**12) | length }}", "refuses the messages: out of memory"),
+        ("{{ '%1000000000000d' % messages | length }}", "refuses the messages: out of memory"),
+        ("{{ 'x' | center(10**12) | length }}", "refuses the messages: out of memory"),
+        ("{{ '%1000000000000d' % 1 }}", "refuses the messages: out of memory"),
     ],
 )
 def test_bad_templates_are_refused(folder, template, message):
@@ -313,6 +320,17 @@ def test_bad_templates_are_refused(folder, template, message):
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         ChatTemplate(folder).examples(TALK)
     assert "\n" not in str(error.value)
+
+
+def test_a_block_of_a_template_has_a_limit_of_memory(folder, monkeypatch):
+    (folder / "chat_template.jinja").write_text(
+        "{% set x %}{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}{% endset %}{{ x }}"
+    )
+    chat, before = ChatTemplate(folder), resource.getrlimit(resource.RLIMIT_AS)
+    monkeypatch.setattr(sandbox, "MOST_BYTES", 2**26)
+    with pytest.raises(ValueError, match="refuses the messages: out of memory"):
+        chat.text(TALK)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
 def test_messages_without_a_template_are_refused(folder, tmp_path):
