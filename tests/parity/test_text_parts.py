@@ -56,6 +56,11 @@ KINDS = {
         CONFIGS["llama4_text"][1],
         VISION | LAYERS | {"vision_output_dim": 32, "image_size": 28, "projector_input_dim": 64},
     ),
+    "mistral3": (
+        "Mistral3",
+        CONFIGS["mistral4"][1] | {"model_type": "mistral4"},
+        VISION | LAYERS | {"model_type": "pixtral", "head_dim": 8, "image_size": 28, "patch_size": 14},
+    ),
 }
 """Prefix of the classes in `transformers`, sizes of the text part, and of the vision part."""
 
