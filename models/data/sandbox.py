@@ -132,16 +132,12 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def concatenated(self, values: Iterable[Any]) -> str:
         """Return the text of all values."""
-        return _limited_text(map(str, values))
-
-
-def _limited_text(parts: Iterable[str]) -> str:
-    texts, length = [], 0
-    for part in parts:
-        length += len(part)
-        _require_few(length, MOST_TEXT)
-        texts.append(part)
-    return "".join(texts)
+        texts, length = [], 0
+        for text in map(str, values):
+            length += len(text)
+            _require_few(length, MOST_TEXT)
+            texts.append(text)
+        return "".join(texts)
 
 
 def _require_few(number: int, most: int) -> None:

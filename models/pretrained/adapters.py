@@ -29,6 +29,9 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # names of
 # Paths of the matrices of experts, which have adapters together.
 EXPERTS = frozenset({"moe.up", "moe.gate", "moe.down"})
 
+# Architectures whose adapters of experts PEFT 0.21 ignores with `transformers` 5, without an error.
+IGNORED_EXPERTS = ("qwen2_moe", "qwen3_5_moe_text")
+
 # Prefix of tensor names in PEFT's files, and the end of the name of a linear map's weight.
 PREFIX, WEIGHT = "base_model.model.", ".weight"
 
@@ -59,7 +62,9 @@ def save_adapters(model: StackedDecoder, folder: Path, lora: LoraConfig, base: s
     values = by_path(nnx.state(model))
     pieces = [piece.in_stack(model.places, model.config.num_layers) for piece in pieces_of(model.config)]
     pieces = [piece for piece in pieces if f"{piece.path}_a" in values]
-    if not all(piece.name.endswith(WEIGHT) and piece.transposed and not piece.index for piece in pieces):
+    are_linear = all(piece.name.endswith(WEIGHT) and piece.transposed and not piece.index for piece in pieces)
+    ignores_experts = Fields(model.config.source, UNLIMITED).raw["model_type"] in IGNORED_EXPERTS
+    if not are_linear or (ignores_experts and any(piece.expert is not None for piece in pieces)):
         return False
     shapes = {name: shape for piece in pieces for name, shape in _shapes(piece, lora.rank, values).items()}
     tensors = (tensor for piece in pieces for tensor in _tensors(piece, values))

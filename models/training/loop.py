@@ -262,7 +262,7 @@ def _export_adapters(run: Run, state: nnx.State, tell: Tell) -> None:
     if jax.process_index() == 0:
         shutil.rmtree(run.folder.adapter, ignore_errors=True)
     if not save_adapters(run.programs.model(state), run.folder.adapter, run.config.lora, _base(run.config)):
-        tell("adapter is not written: PEFT has no files for adapters of experts in one tensor; model has them merged")
+        tell("adapter is not written: PEFT reads no adapters of the experts of this model; model has them merged")
 
 
 def _base(config: TrainConfig) -> str:

@@ -21,6 +21,8 @@ from models.pretrained.saving import save_pretrained
 from tests.parity.references import VOCAB, logits_of, make_model
 
 ATTENTION = "q_proj,k_proj,v_proj,o_proj"
+OTHERS = ("minimax_m2", "olmoe", "hunyuan_v1_moe", "flex_olmo", "dots1", "deepseek_v2", "ernie4_5_moe", "qwen3_next")
+OTHERS += ("glm_moe_dsa", "glm4_moe_lite", "solar_open")
 
 
 def adapted_model(folder, lora):
@@ -39,7 +41,11 @@ def adapted_model(folder, lora):
 
 @pytest.mark.parametrize(
     ("name", "targets"),
-    [("mixtral", ATTENTION), ("mixtral", None), ("qwen3_moe", None), ("glm4_moe", None), ("deepseek_v3", None)],
+    [
+        *[("mixtral", ATTENTION), ("mixtral", None), ("qwen3_moe", None), ("glm4_moe", None), ("deepseek_v3", None)],
+        *[("gpt_oss", ATTENTION), ("qwen2_moe", ATTENTION)],
+        *[pytest.param(name, None, marks=pytest.mark.thorough) for name in OTHERS],
+    ],
 )
 def test_peft_reads_adapters(name, targets, tmp_path):
     # The run with an older transformers collects this file, too.

@@ -98,11 +98,13 @@ def test_an_unknown_target_is_refused():
         LoraConfig(targets="q_proj")
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen2_moe"])
 @pytest.mark.parametrize(("targets", "is_written"), [(None, False), ("q_proj", True)])
-def test_experts_in_one_tensor_have_no_file(targets, is_written, tmp_path):
+def test_experts_that_peft_does_not_read_have_no_file(name, targets, is_written, tmp_path):
+    """Those in one tensor, and those that PEFT would ignore."""
     lora, parallel = LoraConfig(rank=2, targets=targets), ParallelConfig(1, 1, "plain")
     given = {"model": {"checkpoint": "tiny"}, "parallel": {"data_parallel": 1, "expert_parallel": 1, "system": "plain"}}
     config = updated(TUNING, given | {"lora": {"rank": 2, "targets": targets}})
-    programs = make_programs(config, make_mesh(parallel), plain(), decoder_config("gpt_oss", 1))
+    programs = make_programs(config, make_mesh(parallel), plain(), decoder_config(name, 1))
     assert save_adapters(programs.model(programs.init()), tmp_path / "adapter", lora, "base") == is_written
     assert (tmp_path / "adapter").exists() == is_written
