@@ -110,7 +110,7 @@ def test_every_system_can_be_composed():
 def one_level(tmp_path):
     """A machine with few choices, and memory for some of them."""
     data = yaml.safe_load(CONFIG)
-    data["cluster"] |= {"levels": [{"name": "gpu", "size": 4, "rate": "1 GB/s"}], "memory": "6 MB"}
+    data["cluster"] |= {"levels": [{"name": "gpu", "size": 4, "rate": "1 GB/s"}], "memory": "6.5 MB"}
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(data))
     return str(tmp_path / "small.yaml")
 
