@@ -29,7 +29,7 @@ TILED = replace(SMALL, tokens=1024)
 
 SMALL_SYSTEMS = {
     "h100:1x8": {"lplb"},
-    "h100:2x8": {"exact", "hybridep", "rails"},
+    "h100:2x8": {"hybridep", "rails"},
     "v5e:2x4": set(),
 }
 """Systems compiled at small sizes in every run, beside those of `STEP_MS`; `--nightly` compiles all systems."""
@@ -221,10 +221,12 @@ NIGHTLY = {
     Case("h100:1x8", "plain", train=True),
     Case("h100:1x8", "exact", train=True),
     Case("h100:1x8", "exact", train=True, max_rounds=1),
+    Case("h100:1x8", "exact", train=True, max_rounds=1, fused=True),
     Case("h100:1x8", "exact", train=True, max_rounds=1, saved=Saved(hidden=True)),
     Case("h100:1x8", "feplb", train=True, max_rounds=1),
     Case("h100:8x8", "exact", train=True),
-    *(Case("h100:2x8", name, train=True, sizes=SMALL) for name in ("plain", "ultraep", "feplb")),
+    *(Case("h100:1x8", name, train=True, sizes=SMALL) for name in ("plain", "ultraep")),
+    *(Case("h100:2x8", name, train=True, sizes=SMALL) for name in ("plain", "exact", "ultraep", "feplb")),
     Case("h100:2x8", "exact", train=True, max_rounds=1, once_per_node=True, chunks=2),
     Case("b200:1x8", "plain", train=True, max_rounds=1),
     Case("v5e:2x4", "exact", train=True),

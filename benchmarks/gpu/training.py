@@ -38,7 +38,7 @@ def trains(system: str) -> Check:
 
     def check(scale: Scale) -> Finding:
         if scale.dry:
-            return Finding(None, "not in a dry run; ci/train.sh trains on CPUs")
+            return Finding(None, "not in a dry run; `make train` trains on CPUs")
         losses, plain = losses_of(system, STEPS), losses_of("plain", STEPS)
         assert all(map(math.isfinite, losses)), "a loss is not finite"
         found = f"loss {losses[0]:.3f} to {losses[-1]:.3f}; plain to {plain[-1]:.3f}"
