@@ -217,7 +217,7 @@ NIGHTLY = {
     Case("h100:1x8", "exact", max_rounds=1, fused=True),
     Case("h100:8x8", "plain", max_rounds=1),
     *(Case(on, name, sizes=SMALL) for on in TARGETS[:2] for name in ("plain", "exact", "ultraep", "feplb")),
-    # These differ from other programs in the form of products, the number of rounds or the kind of device.
+    # These differ from other programs in size, the form of products, the number of rounds, the dispatch or the device.
     Case("h100:1x8", "plain", train=True),
     Case("h100:1x8", "exact", train=True),
     Case("h100:1x8", "exact", train=True, max_rounds=1),

@@ -140,7 +140,7 @@ def x64():
 
 @pytest.fixture(scope="module")
 def cpu_branches():
-    """Trace the branches of CPUs alone, which takes a third less time; for files that lower for no other platform."""
+    """Trace the branches of CPUs alone, in a quarter less time; for files that lower for no other platform."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.lax, "platform_dependent", branch_of_cpu)
         yield
@@ -227,7 +227,8 @@ def pytest_sessionfinish(session):
     if UNEXCUSED and os.environ.get("CI"):
         print(f"\nskipped without a marker of {sorted(ABSENT)}: {UNEXCUSED}")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    # CPU time of one test varies between machines and runs by up to a factor of three.
+    # CPU time of one test varies between machines and runs by up to a factor of two, and the first test of a process
+    # also imports packages.
     most_s = 6 * BUDGET_S
     over = [nodeid for seconds, nodeid, thorough in OVER_BUDGET if seconds > most_s and not thorough]
     if over and os.environ.get("CI"):

@@ -75,13 +75,13 @@ def rendered(template: jinja2.Template, variables: Mapping[str, Any]) -> Renderi
 def _limited_memory() -> Iterator[None]:
     """Limit the memory of the process to its current size and `MOST_BYTES`, on Linux."""
     # Filters, methods of texts and blocks may make a value of any size, unlike operators.
-    size, kind = Path("/proc/self/statm"), resource.RLIMIT_AS
-    if not size.exists():
+    memory, kind = Path("/proc/self/statm"), resource.RLIMIT_AS
+    if not memory.exists():
         yield
         return
     with _LOCK:
         before = resource.getrlimit(kind)
-        most = int(size.read_text().split()[0]) * resource.getpagesize() + MOST_BYTES
+        most = int(memory.read_text().split()[0]) * resource.getpagesize() + MOST_BYTES
         limits = [limit for limit in (most, *before) if limit != resource.RLIM_INFINITY]
         resource.setrlimit(kind, (min(limits), before[1]))
         try:
@@ -91,7 +91,7 @@ def _limited_memory() -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    return shown(str(error))[1:-1] or "out of memory"
+    return "out of memory" if isinstance(error, MemoryError) else shown(str(error))[1:-1]
 
 
 RENDERING = "_rendering"  # variable of templates with their `Rendering`
