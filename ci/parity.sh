@@ -33,6 +33,7 @@ install "$older"
 # The older version lacks some architectures, whose cases are thorough.
 run_tests -k saved -m 'not thorough'
 install --upgrade transformers peft compressed-tensors
-run_tests
+# With transformers its renderer has chat templates, so that their tests run a second time.
+run_tests tests/models/data/test_chat.py tests/models/data/test_messages.py
 # The page of the recipe: answers of a tuned model, with reasoning and tool calls.
 JAX_PLATFORMS=cpu "$venv/bin/python" -m tests.parity.recipe .venv/bin/python

@@ -48,7 +48,7 @@ def main(folder):
     model = from_pretrained(tuned, make_mesh(ParallelConfig(expert_parallel=4)), exact())
     generate, chat = Generator(model), ChatTemplate(tuned)
     for question in (ASKED[0].format("spider"), ASKED[2].format("owl")):
-        (answer,) = generate([chat.question(question)], 48, end_tokens=end_tokens(tuned))
+        (answer,) = generate([chat.prompt([{"role": "user", "content": question}])], 48, end_tokens=end_tokens(tuned))
         print(question, "->", decoded(chat.tokenizer, answer))
 
 

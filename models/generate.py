@@ -111,7 +111,7 @@ def main(
         asked = None
         if is_chat:
             template = ChatTemplate(checkpoint, limits, fixed=read_variables(template_set or ()))
-            asked = [template.question(text) for text in texts]
+            asked = [template.prompt([{"role": "user", "content": text}]) for text in texts]
             asked += [] if messages is None else [template.prompt(*conversation_in(_conversation(messages, limits)))]
         offer_cpu_devices(parallel.num_shards)
         tokenizer, trace = read_tokenizer(checkpoint / "tokenizer.json", limits), CountsTrace()

@@ -13,7 +13,8 @@ from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.file_limits import read_bytes
 from models.architectures.config_json import read_settings
-from models.data.sandbox import Rendering, compiled, rendered
+from models.data.renderers import PARAMETERS, renderer
+from models.data.sandbox import Rendering
 from models.data.tokenizers import encoded_with_offsets, end_tokens, read_tokenizer
 
 MESSAGES_FIELD = "messages"  # JSON field of a conversation: objects with `role` and `content`
@@ -38,10 +39,9 @@ def read_variables(texts: Sequence[str]) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         if not name or not equals:
             raise ValueError(f"template_set is {text!r}; expected NAME=VALUE")
-        try:
+        variables[name] = value
+        with suppress(ValueError):
             variables[name] = json.loads(value)
-        except ValueError:
-            variables[name] = value
     return variables
 
 
@@ -56,9 +56,8 @@ class Example(NamedTuple):
 class ChatTemplate:
     """Chat template and tokenizer of a checkpoint; files that cannot be read, or an invalid template, are refused."""
 
-    # The template is a Jinja program in `chat_template.jinja` or in `tokenizer_config.json`. It runs in Jinja's
-    # immutable sandbox, with the functions that `transformers` offers. `fixed` are variables for all conversations,
-    # which override the variables of one.
+    # The template is a Jinja program in `chat_template.jinja` or in `tokenizer_config.json`. `fixed` are variables for
+    # all conversations, which override the variables of one.
 
     def __init__(
         self, folder: Path, limits: FileLimits = FileLimits(), answers: str = "all", fixed: Variables = NO_VARIABLES
@@ -70,7 +69,7 @@ class ChatTemplate:
         if source is None:
             raise ValueError(f"checkpoint is {str(folder)!r}, which has no chat template; expected chat_template.jinja")
         try:
-            self.template = compiled(source)
+            self.render = renderer(source)
         except ValueError as error:
             raise ValueError(f"{folder}: {error}") from error
         has_config = any((folder / name).exists() for name in ("generation_config.json", "config.json"))
@@ -90,13 +89,9 @@ class ChatTemplate:
     def _rendered(self, messages: Messages, variables: Variables, asks: bool = False) -> Rendering:
         given = {"messages": [_given(message) for message in messages], "add_generation_prompt": asks}
         variables = {**variables, **self.fixed}
-        if own := given.keys() & variables.keys():
+        if own := {*given, *PARAMETERS} & variables.keys():
             raise ValueError(f"{VARIABLES_FIELD} has {min(own)!r}; expected variables besides the conversation")
-        return rendered(self.template, {"tools": None, "documents": None, **self.special, **variables, **given})
-
-    def question(self, text: str) -> list[int]:
-        """Return the tokens of a question, up to the beginning of the answer."""
-        return self.prompt([{"role": "user", "content": text}])
+        return self.render({"tools": None, "documents": None, **self.special, **variables, **given})
 
     def prompt(self, messages: Messages, variables: Variables = NO_VARIABLES) -> list[int]:
         """Return the tokens of a conversation, up to the beginning of the next answer."""
@@ -237,7 +232,7 @@ def conversation_in(value: Mapping[str, Any]) -> tuple[Messages, dict[str, Any]]
         raise ValueError(f"{VARIABLES_FIELD} is {shown(variables)}; expected an object")
     lists = {name: value.get(name) for name in ("tools", "documents")}
     for name, given in lists.items():
-        if not isinstance(given, list | None):
+        if not isinstance(given, list | None) or not all(isinstance(one, dict) for one in given or ()):
             raise ValueError(f"{name} is {shown(given)}; expected a list of objects")
     return messages, variables | {name: given for name, given in lists.items() if given is not None}
 

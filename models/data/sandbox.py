@@ -4,23 +4,22 @@ import datetime
 import json
 import resource
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
-from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jax_moe_lb.core.checks import shown
 
-MOST_TEXT = 2**24  # maximum number of characters of a rendered conversation, and of a text or list in a template
+MOST_TEXT = 2**24  # maximum number of characters of a rendered conversation
 MOST_BITS = 2**10  # maximum number of bits of an integer in a template
 MOST_BYTES = 2**30  # maximum memory that a template may add to the process, on Linux
 
@@ -37,44 +36,48 @@ class Rendering:
     length: int = 0
 
 
-def compiled(source: str) -> jinja2.Template:
+Renderer = Callable[[Mapping[str, Any]], Rendering]  # from the variables of a template, `messages` among them
+
+
+def sandboxed(source: str) -> Renderer:
     """Compile a chat template, with the functions that `transformers` offers."""
-    environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-    )
+    extensions = ["jinja2.ext.loopcontrols", _Generation]
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     # Jinja's own filter escapes characters of HTML.
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    try:
-        with _limited_memory():
-            return environment.from_string(source)
-    except (jinja2.TemplateError, SyntaxError, RecursionError, MemoryError, SystemError) as error:
-        # The compiler of Python refuses a `break` outside a loop, and may end with `SystemError` out of memory.
-        raise ValueError(f"the chat template is not valid: {_reason(error)}") from error
+    with limited("is not valid"):
+        template = environment.from_string(source)
 
-
-def rendered(template: jinja2.Template, variables: Mapping[str, Any]) -> Rendering:
-    """Render a template."""
-    rendering = Rendering()
-    try:
-        parts = []
-        with _limited_memory():
+    def render(variables: Mapping[str, Any]) -> Rendering:
+        rendering, parts = Rendering(), []
+        with limited("refuses the messages"):
             # The template continues after each part, so `length` is the offset of the next one.
             for part in template.generate({**variables, RENDERING: rendering}):
                 rendering.length += len(part)
-                _require_few(rendering.length, MOST_TEXT)
+                require_few(rendering.length, MOST_TEXT)
                 parts.append(part)
+        rendering.text = "".join(parts)
+        return rendering
+
+    return render
+
+
+@contextmanager
+def limited(failure: str) -> Iterator[None]:
+    """Limit the memory of a template, and end its errors with one line containing `failure`."""
+    try:
+        with _limited_memory():
+            yield
     except (jinja2.TemplateError, *FAILURES) as error:
-        raise ValueError(f"the chat template refuses the messages: {_reason(error)}") from error
-    rendering.text = "".join(parts)
-    return rendering
+        reason = "out of memory" if isinstance(error, OUT_OF_MEMORY) else shown(str(error))[1:-1]
+        raise ValueError(f"the chat template {failure}: {reason}") from error
 
 
 @contextmanager
 def _limited_memory() -> Iterator[None]:
     """Limit the memory of the process to its current size and `MOST_BYTES`, on Linux."""
-    # Filters, methods of texts and blocks may make a value of any size, unlike operators.
     memory, kind = Path("/proc/self/statm"), resource.RLIMIT_AS
     if not memory.exists():
         yield
@@ -82,71 +85,40 @@ def _limited_memory() -> Iterator[None]:
     with _LOCK:
         before = resource.getrlimit(kind)
         most = int(memory.read_text().split()[0]) * resource.getpagesize() + MOST_BYTES
-        limits = [limit for limit in (most, *before) if limit != resource.RLIM_INFINITY]
-        resource.setrlimit(kind, (min(limits), before[1]))
+        resource.setrlimit(kind, (min([most, *(one for one in before if one != resource.RLIM_INFINITY)]), before[1]))
         try:
             yield
         finally:
             resource.setrlimit(kind, before)
 
 
-def _reason(error: BaseException) -> str:
-    return "out of memory" if isinstance(error, MemoryError) else shown(str(error))[1:-1]
-
-
 RENDERING = "_rendering"  # variable of templates with their `Rendering`
 
 
-class _CodeGenerator(CodeGenerator):
-    """Code of templates whose operator `~` has a limit."""
-
-    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
-        self.write("environment.concatenated((")
-        for part in node.nodes:
-            self.visit(part, frame)
-            self.write(", ")
-        self.write("))")
-
-
 class _Environment(ImmutableSandboxedEnvironment):
-    """Sandbox whose operators make no texts, lists and numbers that would exhaust the memory."""
+    """Sandbox whose numbers are small: products and powers of large ones would take long."""
 
-    code_generator_class = _CodeGenerator
-    intercepted_binops = frozenset({"+", "*", "**"})
+    intercepted_binops = frozenset({"*", "**"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Return `left + right`, `left * right` or `left ** right`."""
-        if operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
-            _require_few(len(left) + len(right), MOST_TEXT)
-        for one, other in ((left, right), (right, left)) if operator == "*" else ():
-            if isinstance(one, str | list | tuple) and isinstance(other, int):
-                _require_few(len(one) * other, MOST_TEXT)
-        if isinstance(left, int) and isinstance(right, int) and operator != "+":
+        """Return `left * right` or `left ** right`."""
+        if isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
-            _require_few(bits, MOST_BITS)
+            require_few(bits, MOST_BITS)
         return super().call_binop(context, operator, left, right)
 
-    def handle_exception(self, source: str | None = None) -> NoReturn:
-        """Raise the error of a template, without the traceback of Jinja, which needs memory."""
-        raise
 
-    def concatenated(self, values: Iterable[Any]) -> str:
-        """Return the text of all values."""
-        texts, length = [], 0
-        for text in map(str, values):
-            length += len(text)
-            _require_few(length, MOST_TEXT)
-            texts.append(text)
-        return "".join(texts)
-
-
-def _require_few(number: int, most: int) -> None:
+def require_few(number: int, most: int) -> None:
+    """Refuse a text or number above the limit."""
     if number > most:
         _raise(f"a value has size {shown(number)}; expected at most {most}")
 
 
-# Errors of Python in a template, besides those of Jinja.
-FAILURES = (TypeError, ValueError, ArithmeticError, LookupError, RecursionError, MemoryError)
+# Jinja compiles its traceback, and the compiler of Python may end with `SystemError` out of memory.
+OUT_OF_MEMORY = (MemoryError, SystemError)
+
+# Errors of Python in a template, besides those of Jinja. The compiler of Python refuses a `break` outside a loop.
+FAILURES = (TypeError, ValueError, ArithmeticError, LookupError, SyntaxError, RuntimeError, *OUT_OF_MEMORY)
 
 
 class _Generation(Extension):

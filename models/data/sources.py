@@ -7,23 +7,24 @@ import json
 import math
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
+import grain
 import numpy as np
 
 from jax_moe_lb.core import FileLimits
-from jax_moe_lb.core.file_limits import LimitError, open_regular, parse_json, read_bytes
+from jax_moe_lb.core.file_limits import LimitError, open_regular, parse_json
 from jax_moe_lb.core.plan_file import read_header
 from models.data.chat import MESSAGES_FIELD, ChatTemplate, Example, conversation_in
 from models.data.corpus import Conversations, Corpus, Documents, Part, Stream, check_tokens, joined
 from models.data.tokenizers import Bytes, Tokenizer
 
 SUFFIXES = (".parquet", ".arrow")  # ends of the names of files with rows
-ROWS_AT_ONCE = 1024  # rows of a Parquet file to decode at a time
+ROWS_AT_ONCE = 1024  # rows of an Arrow file to decode at a time
 TEXT_FIELD = "text"  # default JSON field containing a document
 
 
@@ -40,29 +41,30 @@ def read_streams(
     # `datasets`, these files alone are read. Of a conversation only the answers are predicted. An array `[tokens]` is
     # one document; each row of an array `[documents, tokens]` is one. Arrays are memory-mapped, one stream each. All
     # other documents form one stream in memory, and all conversations are packed together; both have no limit.
-    files = [file for path in paths for file in _files(path, limits)]
+    files = [file for path in paths for file in _files(path)]
     texts: list[np.ndarray] = []
     conversations: list[list[Example]] = []
     mapped = []
     for file in files:
         if file.suffix == ".npy":
             mapped.append(_mapped(file, limits))
-        elif file.suffix in (".jsonl", *SUFFIXES):
+        elif file.suffix in (".jsonl", *SUFFIXES) or file.is_dir():
             for line in _documents(file, text_field, limits, tokenizer, chat):
                 # A conversation is a list of its examples.
                 conversations.append(line) if isinstance(line, list) else texts.append(line)
         else:
             texts.append(tokenizer.tokens(_bytes(file)))
     streams: list[Documents] = [joined(texts), Conversations.of(conversations), *mapped]
-    return [stream for stream in streams if len(stream.tokens)], len(files)
+    num_files = sum(len(list(file.glob("*.arrow"))) if file.is_dir() else 1 for file in files)
+    return [stream for stream in streams if len(stream.tokens)], num_files
 
 
-def _files(path: Path, limits: FileLimits) -> list[Path]:
+def _files(path: Path) -> list[Path]:
     if not path.exists():
         raise ValueError(f"data is {str(path)!r}, which does not exist; expected a file or folder")
     if not path.is_dir():
         return [path]
-    if tables := table_files(path, limits):
+    if tables := table_files(path):
         return tables
     inside = (file.relative_to(path) for file in path.rglob("*") if file.is_file())
     # Directory order differs between machines; sorting makes the text reproducible.
@@ -101,7 +103,7 @@ def _documents(
 
 def _rows(file: Path, field: str, limits: FileLimits) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the fields of each row of a table, or of each non-empty line of JSON, with its place for messages."""
-    if file.suffix in SUFFIXES:
+    if file.suffix in SUFFIXES or file.is_dir():
         for number, row in enumerate(table_rows(file, limits), 1):
             yield f"data is {str(file)!r}, whose row {number}", row
         return
@@ -183,34 +185,28 @@ def corpus_from(
     vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
     if vocab_size < tokenizer.vocab_size:
         raise ValueError(f"vocab_size is {vocab_size}; expected at least the {tokenizer.vocab_size} of the tokenizer")
-    if all(weight is None for _, weight in named):
-        groups = [([path for path, _ in named], 1.0)]
-    else:
-        groups = [([path], weight) for path, weight in named if weight is not None]
-        if len(groups) < len(named):
-            missing = next(path for path, weight in named if weight is None)
-            raise ValueError(f"data is {str(missing)!r}, without a weight; expected one for all paths or for none")
-    parts = tuple(_part(paths, weight, tokenizer, vocab_size, text_field, limits, chat) for paths, weight in groups)
+    parts = []
+    for paths, weight in _grouped(named):
+        streams, num_files = read_streams(paths, tokenizer, text_field, limits, chat)
+        names = ", ".join(str(path) for path in paths)
+        if not streams:
+            raise ValueError(f"data is {names!r}, which contains no {tokenizer.unit}s; expected text")
+        for stream in streams:
+            check_tokens(stream.tokens, vocab_size, names)
+        parts.append(Part(streams, weight, f"{num_files} file{'s' * (num_files != 1)} of {names}"))
     has_arrays = any(path.suffix == ".npy" or any(path.rglob("*.npy")) for path, _ in named)
-    return Corpus(parts, "token" if has_arrays else tokenizer.unit, vocab_size)
+    return Corpus(tuple(parts), "token" if has_arrays else tokenizer.unit, vocab_size)
 
 
-def _part(
-    paths: list[Path],
-    weight: float,
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    text_field: str,
-    limits: FileLimits,
-    chat: ChatTemplate | None,
-) -> Part:
-    streams, num_files = read_streams(paths, tokenizer, text_field, limits, chat)
-    names = ", ".join(str(path) for path in paths)
-    if not streams:
-        raise ValueError(f"data is {names!r}, which contains no {tokenizer.unit}s; expected text")
-    for stream in streams:
-        check_tokens(stream.tokens, vocab_size, names)
-    return Part(streams, weight, f"{num_files} file{'s' * (num_files != 1)} of {names}")
+def _grouped(named: list[tuple[Path, float | None]]) -> list[tuple[list[Path], float]]:
+    """Return the paths of each part and its weight; without weights all paths are one part."""
+    if all(weight is None for _, weight in named):
+        return [([path for path, _ in named], 1.0)]
+    groups = [([path], weight) for path, weight in named if weight is not None]
+    if len(groups) < len(named):
+        missing = next(path for path, weight in named if weight is None)
+        raise ValueError(f"data is {str(missing)!r}, without a weight; expected one for all paths or for none")
+    return groups
 
 
 def _weighed(source: str) -> tuple[Path, float | None]:
@@ -227,52 +223,51 @@ def _weighed(source: str) -> tuple[Path, float | None]:
     return Path(path), weight
 
 
-def table_files(folder: Path, limits: FileLimits) -> list[Path]:
-    """Return the files of a folder with rows, by name; without them, other files are its documents."""
+def table_files(folder: Path) -> list[Path]:
+    """Return the folder itself if `datasets` saved it, else its Parquet files by name; neither, no files."""
     if (folder / "dataset_dict.json").exists():
         splits = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir()))
         raise ValueError(f"data is {str(folder)!r}, which has the splits {splits}; expected the folder of one")
-    if not (folder / "state.json").exists():
-        return sorted(file for file in folder.rglob("*.parquet") if file.is_file())
-    state = parse_json(read_bytes(folder / "state.json", limits), limits)
-    if isinstance(state, dict) and state.get("_indices_data_files"):
-        raise ValueError(
-            f"data is {str(folder)!r}, which has indices into its rows; expected none. Save dataset.flatten_indices()"
-        )
-    return sorted(folder.glob("*.arrow"))
+    if (folder / "state.json").exists():
+        return [folder]
+    return sorted(file for file in folder.rglob("*.parquet") if file.is_file())
 
 
-def table_rows(file: Path, limits: FileLimits) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a Parquet or Arrow file, without null fields."""
+def table_rows(path: Path, limits: FileLimits) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a Parquet or Arrow file, or of a folder saved by `datasets`, without null fields."""
     # Arrow stores the fields of all rows in each of them, so that null and absent are the same.
-    if importlib.util.find_spec("pyarrow") is None:
-        raise ValueError(f"data is {str(file)!r}, which requires pyarrow; run pip install '.[data]'")
-    batches = _parquet(file, limits) if file.suffix == SUFFIXES[0] else _arrow(file)
+    if importlib.util.find_spec("datasets") is None:
+        raise ValueError(f"data is {str(path)!r}, which requires datasets; run pip install '.[data]'")
     try:
-        for batch in batches:
-            for row in batch.to_pylist():
-                yield _without_nulls(row)
+        yield from map(_plain, _arrow(path) if path.is_dir() or path.suffix == ".arrow" else _parquet(path, limits))
     except (LimitError, MemoryError):
         raise
     except Exception as error:  # pyarrow raises its own types and those of Python for a damaged file
         reason = " ".join(str(error).split())[:80]
-        raise ValueError(f"data is {str(file)!r}, which is damaged; expected rows: {reason}") from error
+        raise ValueError(f"data is {str(path)!r}, which is damaged; expected rows: {reason}") from error
 
 
-def _parquet(file: Path, limits: FileLimits) -> Iterator[Any]:
-    table = importlib.import_module("pyarrow.parquet").ParquetFile(file)
-    for group in range(table.num_row_groups):
-        size = table.metadata.row_group(group).total_byte_size
+def _parquet(file: Path, limits: FileLimits) -> Iterable[Any]:
+    # The reader decodes one group of rows at a time.
+    metadata = importlib.import_module("pyarrow.parquet").read_metadata(file)
+    for group in range(metadata.num_row_groups):
+        size = metadata.row_group(group).total_byte_size
         limits.check("array_bytes", size, f"data is {str(file)!r}, with a group of rows of {{}} bytes")
-        yield from table.iter_batches(ROWS_AT_ONCE, row_groups=[group])
+    return grain.experimental.ParquetIterDataset(str(file)) if metadata.num_row_groups else ()
 
 
-def _arrow(file: Path) -> Iterator[Any]:
-    with importlib.import_module("pyarrow").memory_map(str(file)) as mapped:
-        yield from importlib.import_module("pyarrow.ipc").open_stream(mapped)
+def _arrow(path: Path) -> Iterator[Any]:
+    datasets = importlib.import_module("datasets")
+    whole = datasets.load_from_disk(str(path)) if path.is_dir() else datasets.Dataset.from_file(str(path))
+    rows = whole.with_format("arrow")  # of rows alone, each takes 100 times as long
+    for table in grain.MapDataset.range(0, len(rows), ROWS_AT_ONCE).map(lambda i: rows[i : i + ROWS_AT_ONCE]):
+        table.validate(full=True)  # offsets beyond the file
+        yield from table.to_pylist()
 
 
-def _without_nulls(value: Any) -> Any:
+def _plain(value: Any) -> Any:
+    """Return a value without arrays of NumPy and null fields."""
     if isinstance(value, dict):
-        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {name: _plain(one) for name, one in value.items() if one is not None}
+    value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+    return [_plain(one) for one in value] if isinstance(value, list) else value

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import datasets
 import ml_dtypes
 import numpy as np
 import pyarrow
@@ -225,6 +226,12 @@ def write_tables(folder: Path) -> None:
     pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=4)
 
 
+def write_saved(folder: Path) -> None:
+    datasets.disable_progress_bars()
+    rows = datasets.Dataset.from_list([{"text": f"row {i}", "messages": [{"role": "user"}]} for i in range(9)])
+    rows.save_to_disk(folder)
+
+
 def is_corpus(corpus: Corpus) -> bool:
     streams = [stream for part in corpus.parts for stream in part.streams]
     tokens = np.concatenate([np.asarray(stream.tokens) for stream in streams])
@@ -298,6 +305,7 @@ KINDS = {
     "tokenizer.json, unigram": Kind(write_unigram, read_unigram, is_words),
     "corpus": Kind(write_corpus, lambda at: corpus_from([at]), is_corpus),
     "parquet": Kind(write_tables, lambda at: corpus_from([at]), is_corpus),
+    "folder of datasets": Kind(write_saved, lambda at: corpus_from([at]), is_corpus),
     "run folder": Kind(write_run, read_run, is_run),
     "checkpoint": Kind(write_checkpoint, read_checkpoint, lambda value: False),
 }

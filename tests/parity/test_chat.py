@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from models.data.chat import ChatTemplate
 from models.pretrained.saving import KEPT_FILES, copy_files
 from models.tiny_checkpoint import byte_tokenizer
+from tests.parity.renderers import RENDERERS, chat_template
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tune_chat.py"
 GENERATION = """{{- bos_token }}
@@ -39,12 +40,17 @@ TALK = [
 ]
 
 
+@pytest.fixture(params=RENDERERS)
+def renderer(request):
+    return request.param
+
+
 @pytest.fixture(params=[GENERATION, LOOPS], ids=["generation", "loops"])
-def both(request, tmp_path):
+def both(request, renderer, tmp_path):
     theirs = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), bos_token="^", eos_token="~")
     theirs.chat_template = request.param
     theirs.save_pretrained(tmp_path)
-    return ChatTemplate(tmp_path), theirs
+    return chat_template(tmp_path, renderer), theirs
 
 
 @pytest.mark.parametrize("asks", [False, True])

@@ -10,8 +10,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from models.data.chat import ChatTemplate
 from models.tiny_checkpoint import byte_tokenizer
+from tests.parity.renderers import RENDERERS, chat_template
 
 FOLDER = Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"
 BAR = "\N{FULLWIDTH VERTICAL LINE}"
@@ -97,16 +97,17 @@ def words():
     return tokenizer
 
 
-@pytest.fixture(params=END, scope="module")
+@pytest.fixture(params=[(name, by) for name in END for by in RENDERERS], ids="-".join, scope="module")
 def both(request, words, tmp_path_factory):
     """Return our template, the tokenizer of transformers and the source of the training template for a name."""
-    folder, name = tmp_path_factory.mktemp(request.param), request.param
+    name, by = request.param
+    folder = tmp_path_factory.mktemp(name)
     theirs = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token=END[name][0])
     theirs.chat_template = (FOLDER / f"{name}.jinja").read_text()
     theirs.save_pretrained(folder)
     ids = [theirs.convert_tokens_to_ids(end) for end in END[name]]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
-    return ChatTemplate(folder), theirs, (FOLDER / f"{name}_training.jinja").read_text()
+    return chat_template(folder, by), theirs, (FOLDER / f"{name}_training.jinja").read_text()
 
 
 def rendered(theirs, messages, variables, **options):

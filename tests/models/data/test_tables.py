@@ -3,6 +3,7 @@
 import importlib.util
 import json
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,15 +24,9 @@ def write_parquet(path, rows, **options):
     pq.write_table(pa.Table.from_pylist(rows), path, **options)
 
 
-def write_dataset(path, rows, **state):
-    """Write the files of `Dataset.save_to_disk`."""
-    path.mkdir()
-    table = pa.Table.from_pylist(rows)
-    for number, part in enumerate((table.slice(0, 15), table.slice(15))):
-        with pa.ipc.new_stream(str(path / f"data-{number:05}-of-00002.arrow"), table.schema) as writer:
-            writer.write_table(part)
-    (path / "state.json").write_text(json.dumps({"_data_files": [], "_indices_data_files": None} | state))
-    (path / "dataset_info.json").write_text("{}")
+def write_dataset(path, rows, **options):
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_list(rows, **options).save_to_disk(path, num_shards=2)
 
 
 def test_rows_are_the_documents_of_json_lines(tmp_path):
@@ -91,14 +86,22 @@ def test_damaged_and_large_files_are_refused_in_one_line(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="which is damaged"):
         list(table_rows(tmp_path / "x.arrow", FileLimits()))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"which requires pyarrow; run pip install '\.\[data\]'"):
+    with pytest.raises(ValueError, match=r"which requires datasets; run pip install '\.\[data\]'"):
         list(table_rows(path, FileLimits()))
 
 
-def test_folders_of_several_splits_or_with_indices_are_refused(tmp_path):
-    write_dataset(tmp_path / "chosen", [{"text": "a"}] * 20, _indices_data_files=[{"filename": "indices.arrow"}])
-    with pytest.raises(ValueError, match=r"indices into its rows; expected none. Save dataset\.flatten_indices\(\)"):
-        corpus_from([tmp_path / "chosen"])
+def test_offsets_beyond_an_arrow_file_are_refused(tmp_path):
+    """Arrow maps a file into memory and checks no offsets, so that reading a row would end the process."""
+    write_dataset(tmp_path / "saved", [{"text": "abcde"}] * 40)
+    (file, _) = sorted((tmp_path / "saved").glob("*.arrow"))
+    offsets = np.arange(0, 101, 5, dtype=np.int32)
+    assert offsets.tobytes() in file.read_bytes()
+    file.write_bytes(file.read_bytes().replace(offsets.tobytes(), (offsets * 2**20).tobytes()))
+    with pytest.raises(ValueError, match="which is damaged; expected rows"):
+        list(table_rows(tmp_path / "saved", FileLimits()))
+
+
+def test_folders_of_several_splits_are_refused(tmp_path):
     (tmp_path / "both").mkdir()
     (tmp_path / "both" / "dataset_dict.json").write_text("{}")
     for split in ("train", "test"):
@@ -106,3 +109,29 @@ def test_folders_of_several_splits_or_with_indices_are_refused(tmp_path):
     with pytest.raises(ValueError, match="which has the splits test, train; expected the folder of one"):
         corpus_from([tmp_path / "both"])
     assert corpus_from([tmp_path / "both" / "train"]).length(held_out=False) > 0
+
+
+def test_indices_of_a_folder_choose_its_rows(tmp_path):
+    rows = datasets.Dataset.from_list([{"text": text} for text in TEXTS])
+    rows.save_to_disk(tmp_path / "all")
+    datasets.load_from_disk(tmp_path / "all").select([3, 1, 3]).save_to_disk(tmp_path / "chosen")
+    assert [row["text"] for row in table_rows(tmp_path / "chosen", FileLimits())] == [TEXTS[i] for i in (3, 1, 3)]
+
+
+def test_rows_have_values_of_python(tmp_path):
+    """As arrays of NumPy a template would have other texts; a file may have no group of rows, or no row."""
+    deep = {"a": [{"b": [1, 2], "c": True}], "d": 1.5, "e": "text"}
+    message = {"role": "user", "content": None, "more": deep}
+    rows = [{"messages": [message], "n": 3, "text": f"{i}"} for i in range(2050)]
+    write_parquet(tmp_path / "rows.parquet", rows)
+    write_dataset(tmp_path / "saved", rows)
+    wanted = [{**row, "messages": [{"role": "user", "more": deep}]} for row in rows]
+    files = ("rows.parquet", "saved", "saved/data-00000-of-00002.arrow")
+    for name, number in zip(files, (2050, 2050, 1025), strict=True):
+        found = list(table_rows(tmp_path / name, FileLimits()))
+        assert json.dumps(found) == json.dumps(wanted[:number]), name
+    table = pa.table({"text": pa.array([], pa.string())})
+    pq.write_table(table, tmp_path / "empty.parquet")
+    with pq.ParquetWriter(tmp_path / "none.parquet", table.schema):
+        pass
+    assert not any(list(table_rows(tmp_path / f"{name}.parquet", FileLimits())) for name in ("empty", "none"))
