@@ -164,6 +164,7 @@ LIMITS = {
     Case("gb200:1x4x1", "exact", train=True, sizes=TILED): Limits(14.3, 0.104, 1.36, 0),
     Case("v6e:2x4", "exact", train=True, sizes=SMALL): Limits(8.5, 0.018, 7.9, 0),
     Case("tpu7x:2x2x1", "exact", train=True, sizes=SMALL): Limits(10.6, 0.021, 7.9, 0),
+    Case("v5e:4x8", "exact", train=True, sizes=SMALL): Limits(9.95, 0.0055, 3.93, 0),
 }
 """Limits for the reference sizes; on targets that only have to compile, for small ones. On GPUs, the design goal or the
 current value plus 5 %, whichever is lower. The goal of `Forward` with chunks is the memory of `Direct` plus 10 %.
@@ -236,6 +237,7 @@ NIGHTLY = {
     Case("gb200:1x4x1", "exact", train=True, sizes=TILED),
     Case("v6e:2x4", "exact", train=True, sizes=SMALL),
     Case("tpu7x:2x2x1", "exact", train=True, sizes=SMALL),
+    Case("v5e:4x8", "exact", train=True, sizes=SMALL),
 }
 """Cases of `LIMITS` and `STEP_MS` compiled with `--nightly` only."""
 

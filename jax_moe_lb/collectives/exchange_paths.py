@@ -84,6 +84,8 @@ def exchange_path(topology: Topology) -> PathChoice:
     platform, ranks = topology.platform, topology.num_ranks
     if platform is None:
         return PathChoice(ExchangePath.UNKNOWN, "the topology is not read from a mesh of devices")
+    if topology.limited_routing:
+        return PathChoice(ExchangePath.STEPS, "a slice of TPU v5e with more than 16 chips has limited routing")
     if platform == "tpu":
         return PathChoice(ExchangePath.NATIVE, "TPUs have one implementation")
     if platform == "cpu":

@@ -63,6 +63,7 @@ class Route:
     # Process of each rank of each group, group after group, if ranks with peer access are separate processes, on GPUs
     # of one machine; otherwise empty (default)
     processes: tuple[int, ...] = ()
+    limited_routing: bool = False  # whether XLA has no ragged exchange between the ranks; see `Topology`
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_s <= 1e6:
@@ -73,7 +74,8 @@ class Route:
     @property
     def group(self) -> Group:
         """Ranks with common tables."""
-        return Group(self.axis_name, self.domain is None and self.reach is True and not self.processes)
+        in_one_process = self.domain is None and self.reach is True and not self.processes
+        return Group(self.axis_name, in_one_process, self.limited_routing)
 
 
 @pytree

@@ -195,8 +195,9 @@ def _start(
         here = replace(moved, home=home, first=first, size=size)
         out = arrays[kinds : 2 * kinds] if back else tuple(empty_buffer(part, room) for part in arrays[:kinds])
         pairs, carry = zip(arrays[:kinds], out, strict=True), move_back if back else move
+        group = route.group._replace(in_one_process=False)
         passed = arrays[kinds + len(into) :]
-        return where, *(carry(part, here, window, to, Group(route.axis_name)) for part, to in pairs), *passed
+        return where, *(carry(part, here, window, to, group) for part, to in pairs), *passed
 
     operands = (place(route), *moved.tables, *arrays)
     ticket, *results = by_platform(*operands, native=native, reference=reference, platforms=native_platforms(route))

@@ -1,6 +1,7 @@
 """Exact-size exchange of rows between the ranks of a mesh axis.
 
-On accelerators it is `jax.lax.ragged_all_to_all`, which XLA:CPU does not support; for one rank on a GPU, a gather.
+On accelerators it is `jax.lax.ragged_all_to_all`; for one rank on a GPU, a gather. XLA has none for CPUs, and none for
+large slices of TPU v5e, which exchange padded steps.
 Between CPU devices of one process, a custom call copies the rows. Between processes, or without the custom call, it is
 a sequence of padded steps of XLA's other collectives, in `O(P + Q)` rows of memory. The number of steps follows from
 the largest pair of ranks. The steps are `all_to_all`s, one per group of ranks, or unidirectional permutes for networks
@@ -76,16 +77,17 @@ class Group(NamedTuple):
 
     axes: Axes  # names of their mesh axes, outermost first
     in_one_process: bool = False  # whether they are devices of one process; false (default) if unknown
+    limited_routing: bool = False  # whether XLA has no ragged exchange between them; see `Topology`
 
     @classmethod
     def of(cls, topology: Topology, axes: Axes | None = None) -> "Group":
         """Return the ranks that differ along some expert axes, by default along all."""
         if axes is None:
-            return cls(topology.expert_axes, topology.in_one_process)
+            return cls(topology.expert_axes, topology.in_one_process, topology.limited_routing)
         sizes = [level.size for level in topology.levels][-len(topology.expert_axes) :]
         # Consecutive ranks that differ along these axes.
         span, per_process = math.prod(sizes[topology.expert_axes.index(axes[0]) :]), topology.ranks_per_process
-        return cls(axes, per_process is not None and per_process % span == 0)
+        return cls(axes, per_process is not None and per_process % span == 0, topology.limited_routing)
 
     @property
     def me(self) -> Int[Array, ""]:
@@ -124,16 +126,14 @@ def _by_pairs(
         of_ranks, landings = known.sent, _to_me(known.lands, axis_name)
     if operand.shape[0] == 0 or output.shape[0] == 0:
         return output
-    dtype, per_pair = operand.dtype, sizes.shape[0] // jax.lax.axis_size(axis_name)
-    # As integers: XLA:CPU sends narrow floats as wider ones.
-    operand, output = to_wire(operand), to_wire(output)
+    per_pair = sizes.shape[0] // jax.lax.axis_size(axis_name)
     pairs = _Pairs(first, sizes, landings, arriving, of_ranks)
     if disjoint and per_pair > 1:
-        return from_wire(_packed(steps, operand, output, pairs, axis_name), dtype)
+        return _packed(steps, operand, output, pairs, axis_name)
     for i in range(per_pair):
         parts = (array[..., i::per_pair] for array in (first, sizes, landings, arriving, of_ranks))
         output = _exchanged(steps, operand, output, _Pairs(*parts), axis_name)
-    return from_wire(output, dtype)
+    return output
 
 
 def _to_me(lands: Int[Array, "R U"], axis_name: Axes) -> Sizes:
@@ -165,6 +165,9 @@ def _exchanged(
 
 def _all_to_all_steps(operand: Array, output: Array, pairs: _Pairs, axis_name: Axes) -> Array:
     num_ranks = pairs.sizes.shape[0]
+    # A single rank has no peer.
+    if num_ranks == 1:
+        return output
     # Rows for one rank in one step. All ranks together then send at most the rows of the operand, which bounds the
     # memory. A balanced exchange takes one step.
     chunk = -(-operand.shape[0] // num_ranks)
@@ -233,8 +236,34 @@ def _copy_own(operand: Array, output: Array, pairs: _Pairs, axis_name: Axes) -> 
     return jnp.where(kept.reshape(-1, *[1] * (output.ndim - 1)), rows, output)
 
 
-padded_all_to_all = partial(_by_pairs, _all_to_all_steps)
-"""`ragged_all_to_all` from `all_to_all` steps, along the axes of a group: on CPUs in one process."""
+def padded_all_to_all(
+    operand: Array,
+    output: Array,
+    slices: Slices,
+    axis_name: Axes,
+    disjoint: bool = False,
+    known: Slices | None = None,
+) -> Array:
+    """Compute `ragged_all_to_all` by `all_to_all` steps: on CPUs in one process, and on large slices of TPU v5e."""
+    # A step has at least a row for every rank. Few rows, such as experts, are split, so that it has few bytes.
+    width = math.prod(operand.shape[1:])
+    parts = math.gcd(width, _power_of_two(LEAST_CHUNK * jax.lax.axis_size(axis_name), max(operand.shape[0], 1)))
+    if parts == 1:
+        return _by_pairs(_all_to_all_steps, operand, output, slices, axis_name, disjoint, known)
+    sent, into = (rows.reshape(rows.shape[0] * parts, width // parts) for rows in (operand, output))
+    split = partial(jax.tree.map, lambda rows: parts * rows)
+    exchanged = _by_pairs(_all_to_all_steps, sent, into, split(slices), axis_name, disjoint, split(known))
+    return exchanged.reshape(output.shape)
+
+
+LEAST_CHUNK = 4
+"""Least rows for a rank in a step, if the rows can be split."""
+
+
+def _power_of_two(rows: int, given: int) -> int:
+    """Return the number of parts of `given` rows that makes at least `rows` of them."""
+    return 1 << max(0, -(-rows // given) - 1).bit_length()
+
 
 # A permute is one operation of all devices of the mesh. So all devices must call this function equally often, including
 # those of other groups.
@@ -279,16 +308,21 @@ def ragged_all_to_all(
     def in_process(*args: Array) -> Array:
         return _in_process(*args, axis_name=axis_name, site=site or "axis " + ", ".join(axis_name), timeout_s=timeout_s)
 
-    def by_steps(operand: Array, output: Array, *slices: Array) -> Array:
+    def by_steps(steps: Callable[..., Array], operand: Array, output: Array, *slices: Array) -> Array:
         known = None if of_rank is None else jax.vmap(of_rank)(iota(num_ranks))
-        steps = one_way_all_to_all if jax.process_count() > 1 else padded_all_to_all
         return steps(operand, output, Slices(*slices), axis_name, disjoint, known)
 
-    on_cpu = in_process if moves_in_process() else by_steps
+    def as_integers(operand: Array, output: Array, *slices: Array) -> Array:
+        # XLA:CPU sends narrow floats as wider ones.
+        steps = one_way_all_to_all if jax.process_count() > 1 else padded_all_to_all
+        return from_wire(by_steps(steps, to_wire(operand), to_wire(output), *slices), operand.dtype)
+
+    on_cpu = in_process if moves_in_process() else as_integers
+    on_tpu = partial(by_steps, padded_all_to_all) if group.limited_routing else on_accelerators
     on_cuda = on_one_shot_kernel if group.in_one_process and num_ranks <= MAX_ONE_SHOT_RANKS else on_accelerators
     if num_ranks == 1:
         on_cuda = on_one_rank
-    return jax.lax.platform_dependent(*args, cpu=on_cpu, cuda=on_cuda, default=on_accelerators)
+    return jax.lax.platform_dependent(*args, cpu=on_cpu, cuda=on_cuda, tpu=on_tpu, default=on_accelerators)
 
 
 def on_one_rank(

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jax_moe_lb.core.checks import checked_fields, shown
-from jax_moe_lb.core.torus import torus_warning
+from jax_moe_lb.core.torus import has_limited_routing, torus_warning
 from jax_moe_lb.core.types import AnyArray
 
 INT32_MAX = np.iinfo(np.int32).max
@@ -109,6 +109,8 @@ class Topology:
             own; else empty (default). Processes of one machine can copy from each other's memory.
         platform: `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`, the platform of the mesh's devices; None (default) if unknown.
         device_kind: JAX's `device_kind` of accelerators, such as `"TPU v5 lite"`; None (default) if unknown.
+        limited_routing: whether the devices belong to a slice of TPU v5e with more than 16 chips, for which XLA has no
+            ragged exchange; False (default).
 
     Raises:
         ValueError: levels are missing or out of order, `ranks_per_domain` does not divide `R`, or a number is not
@@ -136,6 +138,7 @@ class Topology:
     processes: tuple[int, ...] = ()
     platform: str | None = None
     device_kind: str | None = None
+    limited_routing: bool = False
 
     def __post_init__(self) -> None:
         # The mesh numbers ranks outermost level first, so levels must have this order.
@@ -269,6 +272,7 @@ class Topology:
         latencies = _per_axis("latency_s", latency_s, axes)
         # The innermost axis is the fastest level, so the one axis of a flat mesh is the gpu level.
         names = LEVEL_NAMES[-len(axes) :]
+        devices = mesh.devices if isinstance(mesh, Mesh) else None
         levels = tuple(map(Level, names, (mesh.shape[axis] for axis in axes), rates, latencies))
         return cls(
             levels=levels,
@@ -278,12 +282,11 @@ class Topology:
             data_axes=data,
             tensor_axes=tensor,
             flops_per_s=flops_per_s,
-            ranks_per_process=(
-                _ranks_per_process(mesh.devices, mesh.axis_names, axes) if isinstance(mesh, Mesh) else None
-            ),
-            processes=_own_processes(mesh.devices, mesh.axis_names, axes) if isinstance(mesh, Mesh) else (),
-            platform=_platform(mesh.devices) if isinstance(mesh, Mesh) else None,
-            device_kind=_device_kind(mesh.devices) if isinstance(mesh, Mesh) else None,
+            ranks_per_process=None if devices is None else _ranks_per_process(devices, mesh.axis_names, axes),
+            processes=() if devices is None else _own_processes(devices, mesh.axis_names, axes),
+            platform=None if devices is None else _platform(devices),
+            device_kind=None if devices is None else _device_kind(devices),
+            limited_routing=devices is not None and has_limited_routing(devices.flat[0]),
         )
 
 

@@ -1,8 +1,19 @@
-"""Place of an expert-parallel group in the torus of a TPU slice."""
+"""Chips of a TPU slice: the place of an expert-parallel group in the torus, and limited routing."""
 
 import math
 from collections.abc import Sequence
 from typing import Any
+
+# A slice of TPU v5e with more chips has limited routing between them, and its compiler refuses ragged exchanges.
+FREELY_ROUTED_CHIPS = 16
+
+
+def has_limited_routing(device: Any) -> bool:
+    """Return whether a device is a chip of a slice with limited routing; False for devices without a client."""
+    if device.device_kind != "TPU v5 lite" or not hasattr(device, "client"):
+        return False
+    slices = [getattr(one, "slice_index", None) for one in device.client.devices()]
+    return slices.count(getattr(device, "slice_index", None)) > FREELY_ROUTED_CHIPS
 
 
 def torus_warning(devices: Sequence[Any], axes: tuple[str, ...]) -> str | None:

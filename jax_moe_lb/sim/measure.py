@@ -23,6 +23,7 @@ from jax_moe_lb.collectives.ragged_all_to_all import Group, Slices, ragged_all_t
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.plan import Plan, plain_plan
 from jax_moe_lb.core.topology import LEVEL_NAMES, Topology
+from jax_moe_lb.core.torus import has_limited_routing
 from jax_moe_lb.core.virtual_devices import use_virtual_cpu_devices
 from jax_moe_lb.kernels.grouped_ffn import grouped_ffn, grouped_ffn_gradients
 from jax_moe_lb.kernels.operands import BackwardRows, RowGroups
@@ -203,12 +204,13 @@ def _exchange_s(mesh: Mesh, level: str, rows: int, times: int) -> float:
     # At least one row for each member.
     size = mesh.shape[level]
     each = max(1, rows // size)
+    group = Group((level,), limited_routing=has_limited_routing(mesh.devices.flat[0]))
 
     def one_rank(x: jax.Array, starts: jax.Array, sizes: jax.Array) -> jax.Array:
         lands = jax.lax.axis_index(level).astype(jnp.int32) * each + jnp.zeros_like(starts)
 
         def exchange(_: jax.Array | int, x: jax.Array) -> jax.Array:
-            return ragged_all_to_all(x, jnp.zeros_like(x), Slices(starts, sizes, lands, sizes), Group((level,)))
+            return ragged_all_to_all(x, jnp.zeros_like(x), Slices(starts, sizes, lands, sizes), group)
 
         return exchange(0, x) if times == 1 else jax.lax.fori_loop(0, times, exchange, x)
 

@@ -301,7 +301,8 @@ class PeerCopy(Replicate):
         # The first call exchanges messages with the other processes, which trace the same program.
         apart = reach is False and topology.processes and can_copy(topology.processes, domain)
         processes = topology.processes if apart else ()
-        return Route(topology.expert_axes, self.site, self.timeout_s, self.chunk_bytes, inside, reach, processes)
+        options = self.site, self.timeout_s, self.chunk_bytes
+        return Route(topology.expert_axes, *options, inside, reach, processes, topology.limited_routing)
 
     def again(self) -> "PeerCopy":
         """Return the same replication under another name: messages then name the pass in which ranks wait."""

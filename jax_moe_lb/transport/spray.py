@@ -142,6 +142,9 @@ class RailRoute:
 def rail_axes(topology: Topology) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Split the expert axes into axes between nodes and axes inside a node."""
     members, rails, axes = topology.ranks_per_node, topology.rails_per_node, topology.expert_axes
+    if topology.limited_routing:
+        # Its program would end the process in the compiler.
+        raise ValueError("dispatch is MultiRailDispatch on a slice of TPU v5e with over 16 chips; expected another one")
     if members % rails:
         raise ValueError(f"Topology.rails_per_node is {rails}; expected a divisor of the {members} ranks of a node")
     sizes = [level.size for level in topology.levels][-len(axes) :]
@@ -223,7 +226,7 @@ def find_route(
     stays = inside(leaving, 1)
     # `size`, `first` and `lands` of all hops are tables of the whole group: `ragged_all_to_all` takes sizes to send and
     # to receive, and each rank computes both from the plan.
-    node_group = Group(inner, topology.nodes_in_one_process)
+    node_group = Group(inner, topology.nodes_in_one_process, topology.limited_routing)
     near = Hop(node_group, size=stays, first=inside(place, 1), lands=starts(stays, 0))
     # Remove the rows inside the node from both tables: the `near` hop sends them directly.
     far = iota(topology.num_ranks) // members != node
@@ -244,7 +247,10 @@ def find_route(
         InterNodeRoute(
             to_rail=Hop(node_group, size=out, first=starts(out, 1), lands=starts(out, 0)),
             along_rail=Hop(
-                Group(outer, topology.in_one_process), size=rail, first=starts(rail, 1), lands=starts(rail, 0)
+                Group(outer, topology.in_one_process, topology.limited_routing),
+                size=rail,
+                first=starts(rail, 1),
+                lands=starts(rail, 0),
             ),
             from_rail=Hop(
                 node_group,

@@ -27,6 +27,7 @@ APART = replace(GPUS, ranks_per_process=1, processes=tuple(range(8)))
         (replace(GPUS, platform="rocm"), ExchangePath.ONE_SHOT, "filled on NVIDIA GPUs only"),
         (replace(APART, platform="rocm"), ExchangePath.SEND_RECEIVE, "the device kernel is NCCL's"),
         (replace(Topology.flat(8), platform="tpu", ranks_per_process=4), ExchangePath.NATIVE, "TPUs"),
+        (replace(Topology.flat(32), platform="tpu", limited_routing=True), ExchangePath.STEPS, "limited routing"),
     ],
 )
 def test_each_target_has_its_path_and_a_reason(topology, path, reason, monkeypatch):

@@ -1,4 +1,6 @@
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +22,12 @@ from jax_moe_lb.collectives.ragged_all_to_all import (
 from tests.layer_cases import make_mesh
 
 
-def exchange(mesh, axes, form=ragged_all_to_all):
+def exchange(mesh, axes, form=ragged_all_to_all, **options):
     spec = PartitionSpec(axes)
 
     def one_rank(*args):
         rows, output, *slices = (arg[0] for arg in args)
-        group = Group(axes) if form is ragged_all_to_all else axes
+        group = Group(axes, **options) if form is ragged_all_to_all else axes
         return form(rows, output, Slices(*slices), group)[None]
 
     return jax.jit(jax.shard_map(one_rank, mesh=mesh, in_specs=(spec,) * 6, out_specs=spec))
@@ -82,6 +84,18 @@ def test_the_accelerators_path_lowers():
     assert "while" not in text
 
 
+def test_large_slices_exchange_padded_steps():
+    """XLA refuses ragged exchanges on chips with limited routing."""
+    arrays = [jax.ShapeDtypeStruct((8, 16, 3), jnp.bfloat16)] * 2 + [jax.ShapeDtypeStruct((8, 8), jnp.int32)] * 4
+    for is_limited in (False, True):
+        run = exchange(MESHES["expert",], ("expert",), limited_routing=is_limited)
+        text = run.trace(*arrays).lower(lowering_platforms=("tpu",)).as_text()
+        assert ("ragged_all_to_all" in text) is not is_limited
+        assert ('"stablehlo.all_to_all"' in text) is is_limited
+        # Only CPUs send narrow floats as integers.
+        assert "ui16" not in text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_one_rank_gathers_on_a_gpu(seed):
@@ -113,6 +127,30 @@ def test_steps_of_collectives_against_a_loop(form, num_ranks):
         output = rng.normal(size=(num_ranks, received.sum(1).max() + 3, 3)).astype(np.float32)
         got = run(operand, output, *(jnp.asarray(a, jnp.int32) for a in (*where, received)))
         np.testing.assert_array_equal(got, reference(operand, output, *where))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("per_peer", [1, 2])
+@pytest.mark.parametrize(("num_rows", "width"), [(2, 96), (3, 7), (5, 64), (1, 32)])
+def test_few_wide_rows_travel_in_parts(num_rows, width, per_peer):
+    """As experts do: a step with a row for every rank would send more than all rows."""
+    rng = np.random.default_rng(num_rows)
+    _, *where, received = draw_case(rng, 8, per_peer, 2 * num_rows, 1.0)
+    where[0] = where[0] % num_rows
+    where[1] = np.minimum(where[1], num_rows - where[0])
+    received = where[1].reshape(8, 8, per_peer).transpose(1, 0, 2).reshape(8, -1)
+    landings = (np.cumsum(received, 1) - received).reshape(8, 8, per_peer)
+    where[2] = landings.transpose(1, 0, 2).reshape(8, -1)
+    operand, output = (rng.normal(size=(8, rows, width)) for rows in (num_rows, received.sum(1).max() + 1))
+    operand, output = operand.astype(np.float32), output.astype(np.float32)
+    slices = [jnp.asarray(a, jnp.int32) for a in (*where, received)]
+    run = exchange(MESHES[("expert",)], ("expert",), padded_all_to_all)
+    np.testing.assert_array_equal(run(operand, output, *slices), reference(operand, output, *where))
+    text = run.lower(operand, output, *slices).as_text()
+    sent = re.findall(r"all_to_all.*-> tensor<(\d+)x(\d+)x(\d+)xf32>", text)
+    assert len(sent) == per_peer
+    for shape in sent:
+        assert math.prod(map(int, shape)) <= max(2 * num_rows * width, 8 * width / math.gcd(width, 64))
 
 
 @pytest.mark.slow
@@ -198,14 +236,16 @@ def test_any_dtype_keeps_its_bits(dtype, form):
     np.testing.assert_array_equal(np.asarray(got), reference(np.asarray(operand), np.asarray(output), *where))
 
 
-def test_what_travels_in_16_bits_is_no_float():
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_travels_in_16_bits_is_no_float(monkeypatch, processes):
     """XLA:CPU would send it in 32 bits."""
+    monkeypatch.setattr("jax_moe_lb.collectives.ragged_all_to_all.moves_in_process", lambda: False)
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
     arrays = [jax.ShapeDtypeStruct((8, 16, 3), jnp.bfloat16)] * 2 + [jax.ShapeDtypeStruct((8, 8), jnp.int32)] * 4
-    for form in FORMS.values():
-        text = exchange(MESHES[("expert",)], ("expert",), form).lower(*arrays).as_text()
-        moves = [line for line in text.splitlines() if "stablehlo.collective_permute" in line or "all_to_all" in line]
-        assert any("ui16" in line for line in moves)
-        assert not any("bf16" in line for line in moves)
+    text = exchange(MESHES[("expert",)], ("expert",)).lower(*arrays).as_text()
+    moves = [line for line in text.splitlines() if "stablehlo.collective_permute" in line or "all_to_all" in line]
+    assert any("ui16" in line for line in moves)
+    assert not any("bf16" in line for line in moves)
 
 
 NOTHING = {"no rows": (0, 4, 3), "no output rows": (4, 0, 3), "rows of no bytes": (4, 4, 0)}

@@ -1,4 +1,4 @@
-"""Warnings of groups that are no line, plane or box of a torus."""
+"""Warnings of groups that are no line, plane or box of a torus, and slices with limited routing."""
 
 import warnings
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jax_moe_lb import Topology
-from jax_moe_lb.core.torus import torus_warning
+from jax_moe_lb.core.torus import has_limited_routing, torus_warning
 
 
 def chips(*places):
@@ -51,6 +51,37 @@ def test_gpus_and_several_slices_have_no_warning():
     assert torus_warning([object(), object()], ("expert",)) is None
     two = [SimpleNamespace(coords=(x, x, 0), slice_index=x) for x in range(2)]
     assert torus_warning(two, ("expert",)) is None
+
+
+def slices(kind, *sizes):
+    """Return the first chip of a client whose slices have these numbers of chips."""
+    found = [SimpleNamespace(device_kind=kind, slice_index=i) for i, size in enumerate(sizes) for _ in range(size)]
+    client = SimpleNamespace(devices=lambda: found)
+    return SimpleNamespace(device_kind=kind, slice_index=0, client=client)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "is_limited"),
+    [
+        ("TPU v5 lite", (16,), False),
+        ("TPU v5 lite", (32,), True),
+        ("TPU v5 lite", (16, 16), False),
+        ("TPU v5 lite", (64, 64), True),
+        ("TPU v6 lite", (64,), False),
+        ("TPU v5", (64,), False),
+        ("NVIDIA H100", (32,), False),
+    ],
+)
+def test_large_slices_of_v5e_have_limited_routing(kind, sizes, is_limited):
+    assert has_limited_routing(slices(kind, *sizes)) is is_limited
+
+
+def test_the_topology_of_a_mesh_has_limited_routing(monkeypatch):
+    mesh = Mesh(np.array(jax.devices()[:4]), ("expert",))
+    assert not Topology.from_mesh(mesh).limited_routing
+    monkeypatch.setattr("jax_moe_lb.core.topology.has_limited_routing", lambda device: device is mesh.devices[0])
+    assert Topology.from_mesh(mesh).limited_routing
+    assert not Topology.from_mesh(mesh.abstract_mesh).limited_routing
 
 
 def test_the_topology_of_a_mesh_warns(monkeypatch):
