@@ -239,7 +239,9 @@ def test_rails_that_do_not_fit_are_refused():
         exchange(MultiRailDispatch(), mesh, topology)(
             x, experts, counts, replace(plan, rails=np.zeros((8, 8, 4), np.int32))
         )
-    with pytest.raises(ValueError, match=r"MultiRailDispatch on a slice of TPU v5e with over 16 chips; expected another"):
+    with pytest.raises(
+        ValueError, match=r"MultiRailDispatch on a slice of TPU v5e with over 16 chips; expected another"
+    ):
         exchange(MultiRailDispatch(), mesh, replace(topology, limited_routing=True))(x, experts, counts, plan)
     with pytest.raises(ValueError, match=r"rails_per_node is 3; expected a divisor of the 4 ranks of a node"):
         exchange(MultiRailDispatch(), mesh, replace(topology, rails_per_node=3))(x, experts, counts, plan)
