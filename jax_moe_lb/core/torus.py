@@ -10,7 +10,7 @@ FREELY_ROUTED_CHIPS = 16
 
 def has_limited_routing(device: Any) -> bool:
     """Return whether a device is a chip of a slice with limited routing; False for devices without a client."""
-    if device.device_kind != "TPU v5 lite" or not hasattr(device, "client"):
+    if getattr(device, "device_kind", None) != "TPU v5 lite" or not hasattr(device, "client"):
         return False
     slices = [getattr(one, "slice_index", None) for one in device.client.devices()]
     return slices.count(getattr(device, "slice_index", None)) > FREELY_ROUTED_CHIPS
