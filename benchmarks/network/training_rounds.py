@@ -48,7 +48,7 @@ class Round:
     steps: int = STEPS
 
 
-GAIN_ROUND = 5
+GAIN_ROUND = 6
 GAIN_RATES, GAIN_CASES = (1000e6, 2000e6, 8000e6), {"plain": Case(plain()), "exact": Case(exact())}
 GAIN_ROUTINGS = {f"popular ranks, {imbalance}": imbalance for imbalance in (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)}
 """Imbalance of the ranks by the name of its routing."""
@@ -67,7 +67,7 @@ ROUNDS = {
     ),
     GAIN_ROUND: Round((Points(GAIN_RATES, tuple(GAIN_ROUTINGS), GAIN_CASES),), steps=2),
 }
-"""Three rounds of twenty points, and the last round of the gain by imbalance; the fourth had other programs."""
+"""Three rounds of twenty points, and the last round of the gain by imbalance; the fourth and the fifth had other programs."""
 
 ROUTINGS = tuple(routing for of in ROUNDS.values() for part in of.parts for routing in part.routings)
 """Routings of all rounds. Programs contain the counts of all, so all rounds run the same programs."""
