@@ -228,7 +228,7 @@ def table_files(folder: Path) -> list[Path]:
     if (folder / "dataset_dict.json").exists():
         splits = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir()))
         raise ValueError(f"data is {str(folder)!r}, which has the splits {splits}; expected the folder of one")
-    if (folder / "state.json").exists():
+    if (folder / "state.json").exists() and (folder / "dataset_info.json").exists():
         return [folder]
     return sorted(file for file in folder.rglob("*.parquet") if file.is_file())
 

@@ -111,6 +111,13 @@ def test_folders_of_several_splits_are_refused(tmp_path):
     assert corpus_from([tmp_path / "both" / "train"]).length(held_out=False) > 0
 
 
+def test_other_folders_with_a_state_are_documents(tmp_path):
+    """As those of training programs; `datasets` saves a description beside it."""
+    (tmp_path / "state.json").write_text("{}")
+    (tmp_path / "a.txt").write_text("some words " * 40)
+    assert corpus_from([tmp_path]).source == f"2 files of {tmp_path}"
+
+
 def test_indices_of_a_folder_choose_its_rows(tmp_path):
     rows = datasets.Dataset.from_list([{"text": text} for text in TEXTS])
     rows.save_to_disk(tmp_path / "all")
