@@ -67,7 +67,7 @@ ROUNDS = {
     ),
     GAIN_ROUND: Round((Points(GAIN_RATES, tuple(GAIN_ROUTINGS), GAIN_CASES),), steps=2),
 }
-"""Three rounds of twenty points, and the last round of the gain by imbalance; the fourth and the fifth had other programs."""
+"""Three rounds of twenty points, and the last one of the gain by imbalance; the two before it had other programs."""
 
 ROUTINGS = tuple(routing for of in ROUNDS.values() for part in of.parts for routing in part.routings)
 """Routings of all rounds. Programs contain the counts of all, so all rounds run the same programs."""
