@@ -195,7 +195,7 @@ def _start(
         here = replace(moved, home=home, first=first, size=size)
         out = arrays[kinds : 2 * kinds] if back else tuple(empty_buffer(part, room) for part in arrays[:kinds])
         pairs, carry = zip(arrays[:kinds], out, strict=True), move_back if back else move
-        group = route.group._replace(in_one_process=False)
+        group = Group(route.axis_name, limited_routing=route.limited_routing)
         passed = arrays[kinds + len(into) :]
         return where, *(carry(part, here, window, to, group) for part, to in pairs), *passed
 

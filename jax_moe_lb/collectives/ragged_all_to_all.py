@@ -163,11 +163,27 @@ def _exchanged(
     return steps(operand, _copy_own(operand, output, pairs, axis_name), pairs, axis_name)
 
 
+LEAST_CHUNK = 4
+"""Least rows for a rank in a step, if the rows can be split."""
+
+
+def _in_parts(operand: Array, output: Array, pairs: _Pairs) -> tuple[Array, Array, _Pairs]:
+    """Split few wide rows, such as experts: a step has rows for every rank, and so fewer bytes."""
+    width, least = math.prod(operand.shape[1:]), LEAST_CHUNK * pairs.sizes.shape[0]
+    parts = math.gcd(width, 1 << max(0, -(-least // operand.shape[0]) - 1).bit_length())
+    if parts == 1:
+        return operand, output, pairs
+    sent, into = (rows.reshape(rows.shape[0] * parts, width // parts) for rows in (operand, output))
+    return sent, into, _Pairs(*(parts * rows for rows in vars(pairs).values()))
+
+
 def _all_to_all_steps(operand: Array, output: Array, pairs: _Pairs, axis_name: Axes) -> Array:
     num_ranks = pairs.sizes.shape[0]
     # A single rank has no peer.
     if num_ranks == 1:
         return output
+    shape = output.shape
+    operand, output, pairs = _in_parts(operand, output, pairs)
     # Rows for one rank in one step. All ranks together then send at most the rows of the operand, which bounds the
     # memory. A balanced exchange takes one step.
     chunk = -(-operand.shape[0] // num_ranks)
@@ -187,7 +203,7 @@ def _all_to_all_steps(operand: Array, output: Array, pairs: _Pairs, axis_name: A
         into = jnp.where(arrives, pairs.landings[:, None] + offset, output.shape[0])
         return output.at[into].set(rows, mode="drop")
 
-    return jax.lax.fori_loop(0, num_steps, step, output)
+    return jax.lax.fori_loop(0, num_steps, step, output).reshape(shape)
 
 
 def _permute_steps(operand: Array, output: Array, pairs: _Pairs, axis_name: Axes) -> Array:
@@ -236,34 +252,8 @@ def _copy_own(operand: Array, output: Array, pairs: _Pairs, axis_name: Axes) -> 
     return jnp.where(kept.reshape(-1, *[1] * (output.ndim - 1)), rows, output)
 
 
-def padded_all_to_all(
-    operand: Array,
-    output: Array,
-    slices: Slices,
-    axis_name: Axes,
-    disjoint: bool = False,
-    known: Slices | None = None,
-) -> Array:
-    """Compute `ragged_all_to_all` by `all_to_all` steps: on CPUs in one process, and on large slices of TPU v5e."""
-    # A step has at least a row for every rank. Few rows, such as experts, are split, so that it has few bytes.
-    width = math.prod(operand.shape[1:])
-    parts = math.gcd(width, _power_of_two(LEAST_CHUNK * jax.lax.axis_size(axis_name), max(operand.shape[0], 1)))
-    if parts == 1:
-        return _by_pairs(_all_to_all_steps, operand, output, slices, axis_name, disjoint, known)
-    sent, into = (rows.reshape(rows.shape[0] * parts, width // parts) for rows in (operand, output))
-    split = partial(jax.tree.map, lambda rows: parts * rows)
-    exchanged = _by_pairs(_all_to_all_steps, sent, into, split(slices), axis_name, disjoint, split(known))
-    return exchanged.reshape(output.shape)
-
-
-LEAST_CHUNK = 4
-"""Least rows for a rank in a step, if the rows can be split."""
-
-
-def _power_of_two(rows: int, given: int) -> int:
-    """Return the number of parts of `given` rows that makes at least `rows` of them."""
-    return 1 << max(0, -(-rows // given) - 1).bit_length()
-
+padded_all_to_all = partial(_by_pairs, _all_to_all_steps)
+"""`ragged_all_to_all` from `all_to_all` steps: on CPUs in one process, and on large slices of TPU v5e."""
 
 # A permute is one operation of all devices of the mesh. So all devices must call this function equally often, including
 # those of other groups.

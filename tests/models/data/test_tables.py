@@ -24,9 +24,9 @@ def write_parquet(path, rows, **options):
     pq.write_table(pa.Table.from_pylist(rows), path, **options)
 
 
-def write_dataset(path, rows, **options):
+def write_dataset(path, rows):
     datasets.disable_progress_bars()
-    datasets.Dataset.from_list(rows, **options).save_to_disk(path, num_shards=2)
+    datasets.Dataset.from_list(rows).save_to_disk(path, num_shards=2)
 
 
 def test_rows_are_the_documents_of_json_lines(tmp_path):
