@@ -63,7 +63,7 @@ EXACT, RATED, GATHERED = f"exact{AUX}", f"exact, headroom 1.25, rates{AUX}", f"h
 """Runs that are compared with `BASE` and `ROOMY`: the default, with plans in seconds, and with all experts gathered."""
 
 WHOLE = BASE, ROOMY, EXACT, RATED, GATHERED
-"""Runs that are timed whole, and on all workloads."""
+"""Runs that are timed on all workloads."""
 
 WITH_BIAS = ("plain + bias", "exact + bias", "ultraep + bias")
 TRAINED = (f"ultraep{AUX}", "plain", "exact", "ultraep", *WITH_BIAS, f"capacity 1.25{AUX}")

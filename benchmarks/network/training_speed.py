@@ -1,13 +1,12 @@
-"""Speed of runs of `training curves` on four ranks with CPU quotas and shaped links, and whole runs.
+"""Speed of runs of `training curves` on four ranks with CPU quotas and shaped links.
 
     python -m benchmarks.training curves train             # counts of every step
     python -m benchmarks.network training_speed predict    # gains of workloads; commit them
-    python -m benchmarks.network training_speed measure    # seconds of steps of each run, and of whole runs
+    python -m benchmarks.network training_speed measure    # seconds of steps of each run
     python -m benchmarks.network training_speed table      # all tables
 
 A step of a run replays the counts of a step of its curve, times the ratio of the batches, so any step can be timed
-without those before it. The whole runs train with their own routing. Run it as root, or with user namespaces and
-writable control groups (see `testbed.py`).
+without those before it. Run it as root, or with user namespaces and writable control groups (see `testbed.py`).
 """
 
 import argparse
@@ -16,7 +15,7 @@ import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,12 +70,9 @@ from benchmarks.network.training_runs import (
     last_mean,
     load_curve,
     timed_counts,
-    usual_text,
 )
 from benchmarks.render.results import Table, Value, merge, read, save, spread
-from models.data.corpus import Batches, place_rows, rows_here
 from models.data.sources import default_corpus
-from models.mesh import batch_sharding
 
 TIMED_WORKLOADS = (TEXT, FREE, QUARTER, ROLLOUT)
 """Workloads of four ranks with text, timed with the runs of `WHOLE`; routings of given imbalances without `BASE`."""
@@ -86,9 +82,6 @@ RATE = 2000e6
 
 PASSES, PER_PASS = 4, 2
 """Interleaved passes, and steps of a run in each."""
-
-BLOCK = 10
-"""Steps of a whole run before the other one continues."""
 
 Point = tuple[str, str]
 """Workload and run."""
@@ -177,32 +170,6 @@ def over_headroom(on_workloads: Table) -> list[list[Value]]:
     return sorted(found, key=lambda row: COMPARED.index(str(row[0])))
 
 
-def whole_runs(blocks: Mapping[str, Mapping[str, list[float]]]) -> Table:
-    """Return the speed of whole runs, with the range of the ratios of consecutive blocks."""
-    rows: list[list[Value]] = []
-    times = {name: np.array(of["seconds"]) for name, of in blocks.items()}
-    for name, of in blocks.items():
-        steps = BLOCK * len(of["seconds"])
-        speed = CONFIG.tokens_per_step * steps / times[name].sum()
-        ratios = times[BASE] / times[name]
-        gain = [float(times[BASE].sum() / times[name].sum()), float(ratios.min()), float(ratios.max())]
-        mean = [float(np.mean(of[part])) for part in ("before", "after")]
-        rows.append([name, steps, gain, speed, float(times[name].sum()), last_mean(np.array(of["loss"])), *mean])
-    return Table(WHOLE_COLUMNS, rows)
-
-
-WHOLE_COLUMNS = {
-    "run": "",
-    "steps": "d",
-    "tokens/s over plain with the loss": ".2f",
-    "tokens/s": ",.0f",
-    "seconds": ",.0f",
-    "loss": ".4f",
-    "imbalance before": ".2f",
-    "after": ".2f",
-}
-
-
 # ---- predictions -----------------------------------------------------------------
 
 PREDICTED = {
@@ -268,7 +235,7 @@ def program_of(name: str) -> str:
 
 
 def measure(bed: Testbed, given: argparse.Namespace) -> None:
-    """Write the seconds of the timed steps, interleaved, the whole runs, and the stages of two steps of each run."""
+    """Write the seconds of the timed steps, interleaved, and the stages of two steps of each run."""
     table, records = records_of(given.curves)
     corpus = default_corpus(CONFIG.data.max_corpus_bytes)
     small = dataclasses.replace(CONFIG, batch=dataclasses.replace(CONFIG.batch, sequence_length=QUARTER_LENGTH))
@@ -277,7 +244,6 @@ def measure(bed: Testbed, given: argparse.Namespace) -> None:
     quarter = bed.compiled({name: CASES[name] for name in WHOLE}, table, small)
     while given.after is not None and not given.after.exists():
         time.sleep(0.5)
-    end_s = time.perf_counter() + 60 * given.minutes
     bed.limits(RATE, CORES)
 
     def chosen(point: Point) -> Program:
@@ -298,8 +264,6 @@ def measure(bed: Testbed, given: argparse.Namespace) -> None:
             points.append({"turn": turn, "workload": point[0], "run": point[1], **times})
             bed.say(f"{turn} {point}: {np.mean(times['seconds']):.3f} s")
         write("points", points)
-    for runs in whole(bed, {name: programs[name] for name in WHOLE}, end_s):
-        write("whole", runs)
     profiles = {}
     for point, of_steps in records.items():
         if point[0] == USUAL:
@@ -312,31 +276,6 @@ def measure(bed: Testbed, given: argparse.Namespace) -> None:
 
 
 QUARTER_LENGTH = WORKLOADS[QUARTER].length
-
-
-def whole(bed: Testbed, programs: Mapping[str, Program], end_s: float) -> Iterator[dict[str, Any]]:
-    """Train runs with their own routing in alternate blocks, and yield their blocks so far, with the loader's time."""
-    from jax.experimental.multihost_utils import broadcast_one_to_all
-
-    from benchmarks.network.jax_ranks import barrier
-
-    corpus, sharding, size = usual_text(), batch_sharding(bed.mesh), CONFIG.batch.size
-    loading = {"seed": CONFIG.seed, "batch_size": size, "sequence_length": CONFIG.batch.sequence_length}
-    batches = {name: Batches(corpus, **loading, rows=rows_here(sharding, size)) for name in programs}
-    found: dict[str, Any] = {name: defaultdict(list) for name in programs}
-    # Rank 0 decides, so that all ranks end after the same block.
-    while broadcast_one_to_all(np.array(time.perf_counter() < end_s)):
-        for name, program in programs.items():
-            barrier("block")
-            start_s = time.perf_counter()
-            for _ in range(BLOCK):
-                loss, stats = program.step(place_rows(next(batches[name]), sharding, size))
-                found[name]["loss"].append(float(loss))
-                found[name]["before"].append(float(np.mean(stats.imbalance_before)))
-                found[name]["after"].append(float(np.mean(stats.imbalance_after)))
-            found[name]["seconds"].append(time.perf_counter() - start_s)
-            bed.say(f"{name}: {len(found[name]['loss'])} steps, {found[name]['seconds'][-1] / BLOCK:.3f} s")
-        yield found
 
 
 def of_ranks(folder: Path) -> list[dict[str, Any]]:
@@ -364,8 +303,6 @@ def after_of(rank: Mapping[str, Any]) -> dict[str, float]:
 def tables(folder: Path, curves: Path) -> dict[str, Table]:
     ranks = of_ranks(folder)
     seconds, first = seconds_of(ranks), ranks[0]
-    blocks = {name: {**of, "seconds": np.max([one["whole"][name]["seconds"] for one in ranks], 0).tolist()}
-              for name, of in first["whole"].items()}  # fmt: skip
     on_workloads = workloads(seconds, read(SPEED)["network_training_speed_predicted"].tables["predictions"])
     rounds = read(ALL_ROUNDS)[f"network_training_predicted_{GAIN_ROUND}"].tables["predictions"]
     over_plain = gain_rows(rounds, step_ms(measured_points(GAIN_ROUND, RAW)))
@@ -375,7 +312,6 @@ def tables(folder: Path, curves: Path) -> dict[str, Table]:
     of_texts = [row for row in on_workloads.rows if row[0] not in GAIN_ROUTINGS]
     return {
         "speeds": speeds(of_runs, of_curves, after_of(first), first["memory"], first["stages"]),
-        "whole": whole_runs(blocks),
         "workloads": dataclasses.replace(on_workloads, rows=of_texts),
         "gains": gains,
         "break_even": break_even(gains),
@@ -399,7 +335,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/training_speed"), help="Folder of raw measurements.")
     parser.add_argument("--curves", type=Path, default=Path("runs/training_curves"), help="Folder of all curves.")
     parser.add_argument("--after", type=Path, help="File to wait for between compilation and measurement.")
-    parser.add_argument("--minutes", type=float, default=70.0, help="Minutes of all measurements after compilation.")
 
 
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:

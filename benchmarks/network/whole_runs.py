@@ -1,0 +1,122 @@
+"""Whole runs of a language model on four ranks, with CPU quotas and shaped links, in alternate blocks of ten steps.
+
+Runs have their own routing and the loader, and a quarter of the batch of `training`. Run it as root, or with user
+namespaces and writable control groups (see `testbed.py`).
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.network import sandbox
+from benchmarks.network.testbed import CONFIG, CORES, KEEP_MEMORY, NUM_RANKS, Testbed, run
+from benchmarks.network.training_runs import (
+    BASE,
+    CASES,
+    EXACT,
+    QUARTER,
+    ROOMY,
+    STEPS,
+    WORKLOADS,
+    last_mean,
+    usual_text,
+)
+from benchmarks.network.training_speed import RATE
+from benchmarks.render.results import Table, Value
+from models.data.corpus import Batches, place_rows, rows_here
+from models.mesh import batch_sharding
+
+BLOCK = 10
+"""Steps of a run before the next one continues."""
+
+RUNS = BASE, ROOMY, EXACT
+
+SMALL = dataclasses.replace(CONFIG, batch=dataclasses.replace(CONFIG.batch, sequence_length=WORKLOADS[QUARTER].length))
+"""Configuration with a quarter of the batch."""
+
+COLUMNS = {
+    "run": "",
+    "steps": "d",
+    "tokens/s over plain with the loss": ".2f",
+    "tokens/s": ",.0f",
+    "seconds": ",.0f",
+    "loss": ".4f",
+    "imbalance before": ".2f",
+    "after": ".2f",
+}
+
+Blocks = dict[str, Any]
+"""Seconds of the blocks of a run, and loss and imbalance of its steps."""
+
+
+def table(blocks: Mapping[str, Blocks]) -> Table:
+    """Return the speed of whole runs, with the middle half of the ratios of consecutive blocks."""
+    rows: list[list[Value]] = []
+    times = {name: np.array(of["seconds"]) for name, of in blocks.items()}
+    for name, of in blocks.items():
+        steps, total_s = len(of["loss"]), float(times[name].sum())
+        low, high = np.quantile(times[BASE] / times[name], [0.25, 0.75])
+        gain = [float(times[BASE].sum()) / total_s, float(low), float(high)]
+        mean = [float(np.mean(of[part])) for part in ("before", "after")]
+        speed = SMALL.tokens_per_step * steps / total_s
+        rows.append([name, steps, gain, speed, total_s, last_mean(np.array(of["loss"])), *mean])
+    return Table(COLUMNS, rows)
+
+
+def measure(bed: Testbed, given: argparse.Namespace) -> dict[str, Blocks]:
+    """Train all runs, and return the blocks of each on this rank; rank 0 also writes them after each block."""
+    from benchmarks.network.jax_ranks import barrier
+
+    no_records = np.zeros((1, NUM_RANKS, CONFIG.model.num_experts), np.int32)
+    programs = bed.compiled({name: CASES[name] for name in RUNS}, no_records, SMALL)
+    corpus, sharding, size = usual_text(), batch_sharding(bed.mesh), SMALL.batch.size
+    loading = {"seed": CONFIG.seed, "batch_size": size, "sequence_length": SMALL.batch.sequence_length}
+    batches = {name: Batches(corpus, **loading, rows=rows_here(sharding, size)) for name in programs}
+    found: dict[str, Blocks] = {name: defaultdict(list) for name in programs}
+    bed.limits(RATE, CORES)
+    for _ in range(given.steps // BLOCK):
+        for name, program in programs.items():
+            of = found[name]
+            barrier("block")
+            start_s = time.perf_counter()
+            for _ in range(BLOCK):
+                loss, stats = program.step(place_rows(next(batches[name]), sharding, size))
+                of["loss"].append(float(loss))
+                of["before"].append(float(np.mean(stats.imbalance_before)))
+                of["after"].append(float(np.mean(stats.imbalance_after)))
+            of["seconds"].append(time.perf_counter() - start_s)
+            bed.say(f"{name}: {len(of['loss'])} steps, {of['seconds'][-1] / BLOCK:.3f} s")
+        if bed.rank.index == 0:
+            given.raw.write_text(json.dumps(found))
+    bed.limits(None, None)
+    return found
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=int, default=STEPS, help="Steps of a run.")
+    parser.add_argument("--raw", type=Path, default=Path("runs/whole_runs.json"), help="File of raw measurements.")
+
+
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
+    """Return the speed and loss of all runs.
+
+    Raises:
+        ValueError: `--steps` is no multiple of `BLOCK`.
+    """
+    if given.steps < BLOCK or given.steps % BLOCK:
+        raise ValueError(f"--steps is {given.steps}; expected a multiple of {BLOCK}")
+    os.environ["GLIBC_TUNABLES"] = KEEP_MEMORY
+    sandbox.enter()
+    given.raw.parent.mkdir(parents=True, exist_ok=True)
+    ranks = run(partial(measure, given=given), 4 * 3600)
+    slowest = {name: np.max([of[name]["seconds"] for of in ranks], 0).tolist() for name in RUNS}
+    return {"runs": table({name: {**ranks[0][name], "seconds": slowest[name]} for name in RUNS})}
