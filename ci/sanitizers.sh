@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Run the C++ tests, random custom calls, and the CUDA handlers on a test double of the CUDA runtime, under sanitizers.
+# `sanitizers.sh --nightly` runs other random calls every day, and more of them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH=$PWD/.venv/bin:$PATH
@@ -21,4 +22,6 @@ for sanitizer in address,undefined thread; do
   cmake --build "$build" -j 2 --target cpp_tests
   # Three at a time on two cores, as tests of processes mostly wait for time-outs.
   ctest --test-dir "$build" -j 3 --output-on-failure --no-tests=error --timeout 300
+  [ "${1:-}" = --nightly ] || continue
+  for fuzz in "$build"/fuzz_*_test; do "$fuzz" 20000 "$(date +%Y%m%d)"; done
 done
