@@ -120,7 +120,7 @@ class ProgramCollective:
     """All collectives of one kind and form over the same axes.
 
     Args:
-        kind: XLA's name, such as `all-gather`.
+        kind: XLA's name, such as `all-gather`, with "between slices" for transfers through the hosts of TPU slices.
         axes: Mesh axes; `()` if every device is alone in the group, None if the groups match no axes.
         count: Number of executions.
         nbytes: Bytes sent or received by one device over all executions, whichever is larger. For a ragged all-to-all,
@@ -145,7 +145,7 @@ def collectives(
     """List the collectives of a program, largest first."""
     found: dict[Key, list[tuple[OperationCost, list[str]]]] = {}
     for cost in executed(module, lambda computation, one: _nbytes(module, computation, one)):
-        beside = _beside(module, cost.computation, cost.instruction, moved)
+        beside = work_between(module, cost.computation, cost.instruction, moved)
         for computation, inner in exchanges(module, cost.computation, cost.instruction):
             over = axes_of(inner, axes)
             form = _form(computation, inner, over, axes, path_of) if path_of else None
@@ -227,13 +227,13 @@ def result_of(computation: Computation, instruction: Instruction) -> Instruction
     return instruction if found is None else found
 
 
-def _beside(module: Module, computation: Computation, instruction: Instruction, moved: CostOf) -> list[str]:
-    """List the work between start and end of a collective, largest first; empty if it is synchronous."""
-    end = computation.end(instruction)
-    if end is None or not instruction.opcode.endswith("-start"):
+def work_between(module: Module, computation: Computation, start: Instruction, moved: CostOf) -> list[str]:
+    """List the work between start and end of a transfer, largest first; empty if it is synchronous."""
+    end = computation.end(start)
+    if end is None:
         return []
     names = list(computation.instructions)
-    between = names[names.index(instruction.name) + 1 : names.index(end.name)]
+    between = names[names.index(start.name) + 1 : names.index(end.name)]
     work = [(_work(module, computation, computation.instructions[name], moved), name) for name in between]
     return [name for size, name in sorted(work, reverse=True) if size >= REAL_WORK_BYTES]
 
@@ -242,5 +242,7 @@ def _work(module: Module, computation: Computation, instruction: Instruction, mo
     if instruction.opcode in CONTROL_FLOW:
         return sum(total(executed(module, moved, called.name)) for called in module.called(instruction))
     # Another transfer uses the same links, so it does not overlap.
-    is_transfer = kind_of(instruction) in KINDS or instruction.opcode.endswith(("-start", "-done", "-update"))
+    is_transfer = kind_of(instruction) in KINDS or instruction.opcode.endswith(
+        ("-start", "-done", "-update", "send", "recv")
+    )
     return 0 if is_transfer else moved(computation, instruction)

@@ -37,9 +37,11 @@ from jax_moe_lb.aot.hlo import Module, parse_module
 from jax_moe_lb.aot.memory import MemoryTraffic, peak_buffers, temporary_bytes
 from jax_moe_lb.aot.report import Operation, ProgramReport
 from jax_moe_lb.aot.schedule import scheduled
+from jax_moe_lb.aot.slice_transfers import transfers_between_slices
 from jax_moe_lb.aot.targets import Target
 from jax_moe_lb.collectives.exchange_paths import PathChoice, exchange_path
 from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.torus import slice_axes
 
 
 @contextmanager
@@ -186,6 +188,9 @@ def read_report(
     """Build the report from a compiled program and its dumps."""
     module = with_counted_loops(parse_module(compiled.as_text() or ""))
     memory: Any = compiled.memory_analysis()
+    # The program of several TPU slices is that of one.
+    between = slice_axes(mesh.devices, mesh.axis_names, mesh.axis_names)
+    axes = {name: size for name, size in mesh.shape.items() if name not in between}
     traffic = MemoryTraffic(module, target.fast_spaces)
     moved = traffic.costs()
     # Later passes rename some operations, so read the module that belongs to these dumps.
@@ -209,11 +214,14 @@ def read_report(
         ideal_flops=ideal_flops,
         hbm_bytes=total(moved),
         operations=tuple(Operation.of(module, cost) for cost in moved[:MOST_ROWS]),
-        collectives=tuple(collectives(module, dict(mesh.shape), traffic.nbytes, partial(_path, mesh))),
+        collectives=(
+            *transfers_between_slices(module, mesh.axis_names, between, traffic.nbytes),
+            *collectives(module, axes, traffic.nbytes, partial(_path, mesh)),
+        ),
         custom_calls=_custom_calls(module),
         host_waits=_waits(module, target, folder),
         compile_s=compile_s,
-        schedule=scheduled(module, traffic, dict(mesh.shape), partial(_path, mesh), _launches(target, folder)),
+        schedule=scheduled(module, traffic, axes, partial(_path, mesh), _launches(target, folder)),
     )
 
 

@@ -163,6 +163,8 @@ def total(costs: list[OperationCost]) -> int:
 THUNK = re.compile(r"^( *)(\d+): (k\w+)")
 LABEL = re.compile(r"^ *(\w+):$")
 HOST = "is_host_transfer=true"
+MEGASCALE = "xla_megascale_runtime"
+"""Runtime of transfers between TPU slices."""
 NAMED = re.compile(r'profile_annotation: "([^"]*)"\s*(?:thunk_id: (\d+))?')
 
 
@@ -228,8 +230,12 @@ def planners_on_host(module: Module) -> int:
 
 
 def answers_from_host(module: Module) -> int:
-    """Count the callback results awaited by a TPU in one run of a balanced step."""
-    return total(executed(module, lambda _, one: int(one.opcode == "recv-done" and HOST in one.attributes)))
+    """Count the callback results awaited by a TPU in one run of a balanced step, without transfers between slices."""
+
+    def is_answer(_: Computation, one: Instruction) -> int:
+        return int(one.opcode == "recv-done" and HOST in one.attributes and MEGASCALE not in one.attributes)
+
+    return total(executed(module, is_answer))
 
 
 def _waits(thunk: Thunk, loops: Mapping[int, Instruction]) -> int:

@@ -198,8 +198,11 @@ class OperationTime:
                 found = lists.bytes_of(hop, i, shape.nbytes, is_back=is_back)
                 # The other updates of a list are empty.
                 return [np.pad(sent, ((0, 0), (0, 0), (0, shape.updates - 1))) for sent in found]
-        sent = self._sent(one, shape, i)
-        return [self._even(shape) if sent is None else sent]
+        sent, size = self._sent(one, shape, i), shape.num_ranks
+        if sent is None:
+            return [self._even(shape)]
+        # Replicas travel inside domains, whose ranks are consecutive.
+        return [sent[first : first + size, first : first + size] for first in range(0, len(sent), size)]
 
     def _group(self, shape: ExchangeShape) -> Machine:
         """Return the machine of a group of ranks: those of an outer axis alone are in different domains."""
@@ -215,11 +218,11 @@ class OperationTime:
         return np.full(slices, nbytes // (shape.num_ranks * shape.updates), np.int64)
 
     def _sent(self, one: ScheduledOperation, shape: ExchangeShape, i: int) -> UpdateBytes | None:
-        """Return the bytes per update under the load; None for an exchange of another form."""
-        load = self.load
-        if load is None or shape.num_ranks != load.plan.num_ranks:
+        """Return the bytes per update under the load, of all ranks; None for an exchange of another form."""
+        load, is_of_weights = self.load, one.stage.endswith("replicate")
+        if load is None or shape.num_ranks not in (load.plan.num_ranks, load.plan.domain if is_of_weights else None):
             return None
-        if one.stage.endswith("replicate"):
+        if is_of_weights:
             slices, unit = self._replicas(load, shape)
         else:
             wave = len(load.waves) - 1 if one.wave in ("rows_onward", "rows_back") else 0

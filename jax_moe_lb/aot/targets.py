@@ -100,11 +100,11 @@ KINDS = {gpu.description: name for name, gpu in GPUS.items()} | {
 }
 """Names of devices in targets, by `device_kind` in JAX."""
 
-TEXT = re.compile(r"(\w+):(\d{1,4}(?:x\d{1,4}){1,2})", re.ASCII)
+TEXT = re.compile(r"(\w+):(\d{1,4}(?:x\d{1,4}){1,2})(?::(\d{1,4}))?", re.ASCII)
 TPU_KIND = re.compile(r"(v|tpu)\d+\w*", re.ASCII)
 EXPECTED = (
     f"NAME:NODESxGPUS or NAME:NODESxPROCESSESxGPUS with one of {', '.join(GPUS)}, such as h100:1x8, "
-    "or a TPU slice such as v5e:2x4"
+    "or a TPU slice such as v5e:2x4, or several such as v5e:2x4:2"
 )
 MOST_DEVICES = 4096
 
@@ -127,6 +127,7 @@ class Target:
         platform: JAX's name of the platform, `cuda` or `tpu`.
         kind: Device, such as `h100`.
         shape: For GPUs, the numbers of NVLink domains, processes per domain and GPUs per process; for TPUs, the slice.
+        num_slices: Number of equal TPU slices, 1 by default.
 
     Examples:
         >>> from jax_moe_lb.aot import Target
@@ -139,6 +140,7 @@ class Target:
     platform: str
     kind: str
     shape: tuple[int, ...]
+    num_slices: int = 1
 
     @classmethod
     def parse(cls, text: str) -> "Target":
@@ -146,7 +148,8 @@ class Target:
 
         Args:
             text: `h100:1x8` is one NVLink domain of 8 GPUs, `h100:2x8` has two domains, and `gb200:1x18x4` is one
-                domain of 18 processes with 4 GPUs each. TPU slices have JAX's names, such as `v5e:2x4`.
+                domain of 18 processes with 4 GPUs each. TPU slices have JAX's names, such as `v5e:2x4`, and
+                `v5e:2x4:3` is three such slices.
 
         Returns:
             The target.
@@ -161,12 +164,13 @@ class Target:
         """
         found = TEXT.fullmatch(text)
         shape = tuple(map(int, found[2].split("x"))) if found else ()
-        if found is None or 0 in shape or np.prod(shape) > MOST_DEVICES:
+        slices = int(found[3] or 1) if found else 0
+        if found is None or 0 in (*shape, slices) or math.prod((*shape, slices)) > MOST_DEVICES:
             raise ValueError(f"target is {text[:100]!r}; expected {EXPECTED}")
-        if found[1] in GPUS:
+        if found[1] in GPUS and found[3] is None:
             return cls(text, "cuda", found[1], (shape[0], 1, shape[1]) if len(shape) == 2 else shape)
-        if TPU_KIND.fullmatch(found[1]):
-            return cls(text, "tpu", found[1], shape)
+        if found[1] not in GPUS and TPU_KIND.fullmatch(found[1]):
+            return cls(text, "tpu", found[1], shape, slices)
         raise ValueError(f"target is {text[:100]!r}; expected {EXPECTED}")
 
     @classmethod
@@ -182,18 +186,19 @@ class Target:
         kind = KINDS.get(devices[0].device_kind)
         if kind is None:
             raise ValueError(f"devices are {devices[0].device_kind}; expected one of {', '.join(KINDS)}")
+        domains = len({getattr(device, "slice_index", 0) for device in devices})
         if kind in TPUS:
-            shape = _extents([device.coords for device in devices])
+            shape = _extents([device.coords for device in devices], len(devices) // domains // TPUS[kind].per_chip)
         else:
-            domains = len({getattr(device, "slice_index", 0) for device in devices})
             processes = len({(getattr(device, "slice_index", 0), device.process_index) for device in devices})
             shape = domains, processes // domains, len(devices) // processes
-        return cls.parse(f"{kind}:{'x'.join(map(str, shape))}")
+        of_slices = f":{domains}" if kind in TPUS and domains > 1 else ""
+        return cls.parse(f"{kind}:{'x'.join(map(str, shape))}{of_slices}")
 
     @property
     def num_domains(self) -> int:
-        """Number of domains with the fastest links inside: NVLink domains of GPUs; 1 for a TPU slice."""
-        return self.shape[0] if self.platform == "cuda" else 1
+        """Number of domains with the fastest links inside: NVLink domains of GPUs, or TPU slices."""
+        return self.shape[0] if self.platform == "cuda" else self.num_slices
 
     @property
     def torus(self) -> tuple[int, ...]:
@@ -204,7 +209,7 @@ class Target:
     @property
     def num_devices(self) -> int:
         """Number of devices."""
-        return math.prod(self.torus or self.shape)
+        return math.prod(self.torus or self.shape) * self.num_slices
 
     @property
     def device(self) -> Gpu | Tpu | None:
@@ -251,7 +256,9 @@ class Target:
 
     def _description(self) -> topologies.TopologyDescription:
         if self.platform == "tpu":
-            return topologies.get_topology_desc(platform="tpu", topology_name=self.name)
+            several = {"num_slices": self.num_slices} if self.num_slices > 1 else {}
+            name = f"{self.kind}:{'x'.join(map(str, self.shape))}"
+            return topologies.get_topology_desc(platform="tpu", topology_name=name, **several)
         gpu, shape = GPUS[self.kind], "x".join(map(str, self.shape))
         return topologies.get_topology_desc(
             platform="cuda", topology_name=self.kind, target_config=gpu.config(), topology=shape
@@ -265,12 +272,12 @@ class Target:
         return _auto_mesh(devices, ("expert",))
 
 
-def _extents(coordinates: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return the shape of a slice; a line if its places do not fill a box."""
+def _extents(coordinates: Sequence[Sequence[int]], number: int) -> tuple[int, ...]:
+    """Return the shape of a slice with `number` chips; a line if they do not fill a box."""
     places = set(map(tuple, coordinates))
     x, y, *others = (max(along) - min(along) + 1 for along in zip(*places, strict=True))
     shape = (x, y, *(size for size in others if size > 1))
-    return shape if math.prod(shape) == len(places) else (1, len(places))
+    return shape if math.prod(shape) == len(places) == number else (1, number)
 
 
 def _auto_mesh(devices: np.ndarray, names: tuple[str, ...]) -> Mesh:

@@ -111,6 +111,8 @@ class Timeline:
 
 def timeline(schedule: tuple[ScheduledOperation, ...], target: Target, load: LayerLoad | None = None) -> Timeline:
     """Estimate the timeline of a schedule."""
+    if target.num_slices > 1:
+        raise ValueError(f"target is {target.name}; expected one slice, as transfers between slices have no rates")
     # On tpu7x, exchanges become other operations, and a timeline without them would be too short.
     if load is not None and target.platform == "tpu" and load.plan.num_ranks > 1 and not _exchanges(schedule):
         raise ValueError(

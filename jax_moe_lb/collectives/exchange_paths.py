@@ -37,6 +37,8 @@ class ExchangePath(enum.Enum):
     """One send and one receive of NCCL or RCCL per update; the host waits for the lists."""
     GATHER = "gather of the only rank"
     NATIVE = "ragged_all_to_all of the TPU"
+    HOSTS = "transfers through the hosts of TPU slices"
+    """Rows of all ranks travel through their hosts, also between ranks of one slice."""
     CUSTOM_CALL = "custom call in one process"
     STEPS = "padded steps of other collectives"
     UNKNOWN = "unknown until the mesh is known"
@@ -86,6 +88,8 @@ def exchange_path(topology: Topology) -> PathChoice:
         return PathChoice(ExchangePath.UNKNOWN, "the topology is not read from a mesh of devices")
     if topology.limited_routing:
         return PathChoice(ExchangePath.STEPS, "a slice of TPU v5e with more than 16 chips has limited routing")
+    if topology.crosses_slices:
+        return PathChoice(ExchangePath.HOSTS, "the ranks are of several TPU slices")
     if platform == "tpu":
         return PathChoice(ExchangePath.NATIVE, "TPUs have one implementation")
     if platform == "cpu":

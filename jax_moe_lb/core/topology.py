@@ -5,13 +5,13 @@ The module also holds the size checks shared by several modules, so each has one
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jax_moe_lb.core.checks import checked_fields, shown
-from jax_moe_lb.core.torus import has_limited_routing, torus_warning
+from jax_moe_lb.core.torus import has_limited_routing, slice_axes, torus_warning
 from jax_moe_lb.core.types import AnyArray
 
 INT32_MAX = np.iinfo(np.int32).max
@@ -111,6 +111,7 @@ class Topology:
         device_kind: JAX's `device_kind` of accelerators, such as `"TPU v5 lite"`; None (default) if unknown.
         limited_routing: whether the devices belong to a slice of TPU v5e with more than 16 chips, for which XLA has no
             ragged exchange; False (default).
+        slice_axes: expert axes along which the devices are of several TPU slices; empty (default).
 
     Raises:
         ValueError: levels are missing or out of order, `ranks_per_domain` does not divide `R`, or a number is not
@@ -139,6 +140,7 @@ class Topology:
     platform: str | None = None
     device_kind: str | None = None
     limited_routing: bool = False
+    slice_axes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         # The mesh numbers ranks outermost level first, so levels must have this order.
@@ -180,9 +182,44 @@ class Topology:
         return self.ranks_per_process is not None and self.ranks_per_process % self.ranks_per_node == 0
 
     @property
+    def crosses_slices(self) -> bool:
+        """Whether the ranks are devices of several TPU slices."""
+        sizes = zip(self.expert_axes, self.levels, strict=False)
+        return any(level.size > 1 for axis, level in sizes if axis in self.slice_axes)
+
+    @property
     def num_domains(self) -> int:
         """Number of domains in the group, `R / M`."""
         return self.num_ranks // self.ranks_per_domain
+
+    def inside(self, num_ranks: int) -> "Topology":
+        """Return the topology of blocks of consecutive ranks; this one if no innermost mesh axes have their number.
+
+        Args:
+            num_ranks: ranks of a block, such as `ranks_per_domain`.
+
+        Returns:
+            The topology of a block, whose expert axes are the innermost ones. The outer ones become data axes.
+
+        Examples:
+            >>> from jax.sharding import AbstractMesh
+            >>> from jax_moe_lb import Topology
+            >>> topology = Topology.from_mesh(AbstractMesh((2, 8), ("node", "expert")), ("node", "expert"))
+            >>> topology.inside(8).expert_axes, topology.inside(8).data_axes, topology.inside(4) == topology
+            (('expert',), ('node',), True)
+        """
+        inner = (self.levels[first:] for first in range(1, len(self.expert_axes)))
+        levels = next((few for few in inner if math.prod(level.size for level in few) == num_ranks), None)
+        if levels is None:
+            return self
+        return replace(
+            self,
+            levels=levels,
+            ranks_per_domain=math.gcd(self.ranks_per_domain, num_ranks),
+            expert_axes=self.expert_axes[-len(levels) :],
+            data_axes=self.data_axes + self.expert_axes[: -len(levels)],
+            ranks_per_process=self.ranks_per_process and math.gcd(self.ranks_per_process, num_ranks),
+        )
 
     @classmethod
     def flat(cls, num_ranks: int, ranks_per_domain: int | None = None) -> "Topology":
@@ -287,6 +324,7 @@ class Topology:
             platform=None if devices is None else _platform(devices),
             device_kind=None if devices is None else _device_kind(devices),
             limited_routing=devices is not None and has_limited_routing(devices.flat[0]),
+            slice_axes=() if devices is None else slice_axes(devices, mesh.axis_names, axes),
         )
 
 

@@ -1,8 +1,10 @@
-"""Chips of a TPU slice: the place of an expert-parallel group in the torus, and limited routing."""
+"""Chips of TPU slices: the place of an expert-parallel group in the torus, limited routing, and several slices."""
 
 import math
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 # A slice of TPU v5e with more chips has limited routing between them, and its compiler refuses ragged exchanges.
 FREELY_ROUTED_CHIPS = 16
@@ -14,6 +16,14 @@ def has_limited_routing(device: Any) -> bool:
         return False
     slices = [getattr(one, "slice_index", None) for one in device.client.devices()]
     return slices.count(getattr(device, "slice_index", None)) > FREELY_ROUTED_CHIPS
+
+
+def slice_axes(devices: np.ndarray, names: tuple[str, ...], axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the axes of a mesh along which the chips are of several TPU slices."""
+    if devices.flat[0].platform != "tpu":
+        return ()
+    number = np.vectorize(lambda device: getattr(device, "slice_index", 0), otypes=[int])(devices)
+    return tuple(axis for axis in axes if (np.diff(number, axis=names.index(axis)) != 0).any())
 
 
 def torus_warning(devices: Sequence[Any], axes: tuple[str, ...]) -> str | None:

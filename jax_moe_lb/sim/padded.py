@@ -129,11 +129,15 @@ def replicas_by_slot(plan: Plan) -> RowsByRound:
     return replica_copies(plan, from_home=True).transpose(2, 0, 1).astype(np.int64)
 
 
-def padded_replicas(by_slot: RowsByRound, num_home: int) -> PaddedHop:
+def padded_replicas(by_slot: RowsByRound, num_home: int, domain: int) -> PaddedHop:
     """Return the experts copied from rank to rank, and the gradients on the way back, with the padding."""
-    out, permutes_out = padded_rows(by_slot, num_home)
-    back, permutes_back = padded_rows(by_slot.sum(0).T[None], max(1, len(by_slot)))
-    return PaddedHop(out, back, permutes_out, permutes_back)
+    # Ranks exchange replicas inside domains, and a permute is one operation of all domains.
+    number = by_slot.shape[1] // domain
+    blocks = by_slot.reshape(-1, number, domain, number, domain).diagonal(axis1=1, axis2=3)
+    out, permutes_out = padded_rows(blocks.max(-1), num_home)
+    back, permutes_back = padded_rows(blocks.sum(0).max(-1).T[None], max(1, len(by_slot)))
+    every = np.eye(number, dtype=np.int64)
+    return PaddedHop(np.kron(every, out), np.kron(every, back), permutes_out, permutes_back)
 
 
 def exchange_hops(num_ranks: int, permutes: int, rounds: int) -> float:

@@ -261,6 +261,7 @@ class _Part:
     weights: np.ndarray
     gradients: np.ndarray
     by_slot: np.ndarray  # replicas of each slot between the ranks
+    domain: int  # ranks that exchange replicas
     arriving: float  # bytes in the memory of the busiest rank for the gradients of replicas
     load: Int[np.ndarray, "R"]
 
@@ -294,7 +295,7 @@ def _part(
     weights, gradients = replicas_between(plan), gradients_between(plan)
     copied = system.replica_slots * joins_weights(system, model, cluster)
     arriving = _arriving(gradients, copied, model)
-    return _Part(ranks, moved, weights, gradients, replicas_by_slot(plan), arriving, load_after)
+    return _Part(ranks, moved, weights, gradients, replicas_by_slot(plan), plan.domain, arriving, load_after)
 
 
 def _with_padding(
@@ -408,7 +409,8 @@ def _arriving(gradients: np.ndarray, copied_slots: int, model: ModelShape) -> fl
 def _padded_replicas(parts: list[_Part], num_ranks: int, num_experts: int) -> tuple[list[_Part], float, float]:
     """Return groups with padded transfers of replicas, and the latencies of the way out and of the way back."""
     # A permute is one operation of all groups, as long as the largest pair of any group needs.
-    hop = padded_replicas(np.max([part.by_slot for part in parts], 0), num_experts // len(parts[0].ranks))
+    num_home, by_slot = num_experts // len(parts[0].ranks), np.max([part.by_slot for part in parts], 0)
+    hop = padded_replicas(by_slot, num_home, parts[0].domain)
     out, back = (exchange_hops(num_ranks, permutes, 1) for permutes in (hop.permutes_out, hop.permutes_back))
     return [replace(part, weights=hop.out, gradients=hop.back) for part in parts], out, back
 

@@ -145,6 +145,7 @@ class ExpertDomains:
             ranks_per_domain=_inside(topology, levels),
             expert_axes=domain_axes,
             data_axes=topology.data_axes + offset_axes,
+            slice_axes=tuple(axis + DOMAIN for axis in topology.slice_axes),
             # The process layout of the whole topology does not apply to these ranks.
             ranks_per_process=None,
             processes=(),

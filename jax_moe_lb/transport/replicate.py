@@ -22,7 +22,7 @@ from jax_moe_lb.collectives.expert_gather import (
     zero_sums,
 )
 from jax_moe_lb.collectives.local_processes import can_copy, can_copy_inside, warn_of_shared_processes
-from jax_moe_lb.collectives.peer_copy import Pending, Route, add_copies_at_home, join, start
+from jax_moe_lb.collectives.peer_copy import Pending, Route, add_copies_at_home, join, native_platforms, start
 from jax_moe_lb.collectives.ragged_all_to_all import Group
 from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.experts import Experts
@@ -214,9 +214,9 @@ class Gather(Replicate):
         """
         if plan.relay is not None:
             raise ValueError("plan.relay is set; expected None, as Gather copies every slot from home")
-        wanted = _of_replicas(plan.placement, plan)
+        wanted, inside = _of_domain(plan, topology)
         home, tree = jax.tree.flatten(experts)
-        return jax.tree.unflatten(tree, fetch_all(tuple(home), wanted, plan.num_home, plan.domain, topology))
+        return jax.tree.unflatten(tree, fetch_all(tuple(home), wanted, plan.num_home, plan.domain, inside))
 
     def join(self, pending: Experts, after: PyTree) -> Experts:
         """Return the result of `start`."""
@@ -225,10 +225,10 @@ class Gather(Replicate):
 
     def add_at_home(self, sums: Experts, gradients: Experts, plan: Plan, topology: Topology) -> Experts:
         """Add the gradients of all replicas at home; the order of additions depends on the plan only."""
-        wanted = _of_replicas(plan.placement, plan)
+        wanted, inside = _of_domain(plan, topology)
         leaves, tree = jax.tree.flatten(sums)
-        kinds, group = tuple(jax.tree.leaves(gradients)), Group.of(topology)
-        in_place = sends_in_place(kinds, topology)
+        kinds, group = tuple(jax.tree.leaves(gradients)), Group.of(inside)
+        in_place = sends_in_place(kinds, inside)
         found = add_at_home(tuple(leaves), kinds, wanted, plan.num_home, plan.domain, group, in_place)
         return jax.tree.unflatten(tree, found)
 
@@ -266,25 +266,29 @@ class PeerCopy(Replicate):
     chunk_bytes: int = 1 << 20
     site: str = "PeerCopy"
 
-    def start(self, experts: Experts, plan: Plan, topology: Topology) -> Pending:
+    def start(self, experts: Experts, plan: Plan, topology: Topology) -> Pending | Experts:
         """Begin the copies of the replicas; they may still be in progress on return. See `Replicate.start`."""
+        route = self.route(topology)
+        if not native_platforms(route):
+            return Gather().start(experts, replace(plan, relay=None), topology)
         relay = None if plan.relay is None else _of_replicas(plan.relay, plan)
-        return start(experts, _of_replicas(plan.placement, plan), relay, route=self.route(topology))
+        return start(experts, _of_replicas(plan.placement, plan), relay, route=route)
 
-    def join(self, pending: Pending, after: PyTree) -> Experts:
+    def join(self, pending: Pending | Experts, after: PyTree) -> Experts:
         """Wait for the copies, after `after` is computed."""
-        return join(pending, after)
+        return join(pending, after) if isinstance(pending, Pending) else pending
 
     def add_at_home(self, sums: Experts, gradients: Experts, plan: Plan, topology: Topology) -> Experts:
         """Add the gradients of all replicas at home, by rank, then by slot, without relays.
 
         The order depends on the plan only, so equal gradients give equal bits in every run.
         """
+        route = self.route(topology)
+        if not native_platforms(route):
+            return Gather().add_at_home(sums, gradients, plan, topology)
         leaves, tree = jax.tree.flatten(sums)
         wanted, kinds = _of_replicas(plan.placement, plan), tuple(jax.tree.leaves(gradients))
-        return jax.tree.unflatten(
-            tree, add_copies_at_home(tuple(leaves), kinds, wanted, plan.num_home, self.route(topology))
-        )
+        return jax.tree.unflatten(tree, add_copies_at_home(tuple(leaves), kinds, wanted, plan.num_home, route))
 
     def route(self, topology: Topology) -> Route:
         """Return the route of the copies: all ranks if one process has them, otherwise the ranks of each domain.
@@ -317,6 +321,18 @@ class PeerCopy(Replicate):
 def _of_replicas(slots: Int[Array, "R S"], plan: Plan) -> Wanted:
     """Return the columns of the replica slots."""
     return slots[:, plan.num_home :]
+
+
+def _of_domain(plan: Plan, topology: Topology) -> tuple[Wanted, Topology]:
+    """Return the replicas of this rank's domain, numbered from its first expert, and the topology of the domain."""
+    # Weights of a domain then travel over its links alone, by the exchange of its own ranks: on several nodes the
+    # one-shot kernel in place of sends and receives, and on several TPU slices no transfer through hosts.
+    wanted, inside = _of_replicas(plan.placement, plan), topology.inside(plan.domain)
+    if inside is topology:
+        return wanted, topology
+    domain = jax.lax.axis_index(topology.expert_axes[: -len(inside.expert_axes)])
+    mine = jax.lax.dynamic_slice_in_dim(wanted, domain * plan.domain, plan.domain)
+    return jnp.where(mine < 0, -1, mine - domain * plan.domain * plan.num_home), inside
 
 
 @dataclass(frozen=True)
@@ -361,7 +377,7 @@ class Relay(Replicate):
     def __post_init__(self) -> None:
         check_relay(self.min_replicas, self.max_relays, self.min_gain)
 
-    def start(self, experts: Experts, plan: Plan, topology: Topology) -> Pending:
+    def start(self, experts: Experts, plan: Plan, topology: Topology) -> Pending | Experts:
         """Begin the copies, along relays.
 
         Raises:
@@ -369,7 +385,7 @@ class Relay(Replicate):
         """
         return self.copies.start(experts, self.plan(plan), topology)
 
-    def join(self, pending: Pending, after: PyTree) -> Experts:
+    def join(self, pending: Pending | Experts, after: PyTree) -> Experts:
         """Wait for the copies, after `after` is computed."""
         return self.copies.join(pending, after)
 

@@ -76,10 +76,10 @@ def dispatch_by_rule(
 
     1. Another dispatch than `AutoDispatch`: the given dispatch.
     2. Chunks: `Direct`.
-    3. A TPU v5e, v5p or v6e: the given dispatch if `tokens` are unknown.
-    4. A TPU v5e: the next rules without `Forward`, and `Direct` if no kernel copies rows of these tokens. Another TPU:
-       `Direct`, on v5p and v6e in two chunks of 4,096 rows or more.
-    5. Several nodes of several ranks, and domains inside nodes: `Forward`.
+    3. Several nodes of several ranks, and domains inside nodes: `Forward`. On TPUs nodes are slices.
+    4. A TPU v5e, v5p or v6e: the given dispatch if `tokens` are unknown.
+    5. A TPU v5e: the next rules, and `Direct` if no kernel copies rows of these tokens. Another TPU: `Direct`, on v5p
+       and v6e in two chunks of 4,096 rows or more.
     6. Under uniform routing a token visits so few ranks that `Once` sends 25 % less rows or more, inside one node of
        GPUs 40 %: `Once`.
     7. `Direct`.
@@ -98,7 +98,7 @@ def dispatch_by_rule(
         >>> from jax_moe_lb.core import Level
         >>> nodes = Topology((Level("node", 4), Level("gpu", 8)), ranks_per_domain=8)
         >>> dispatch_by_rule(nodes, 256, 8).reason
-        'Forward: 4 nodes of 8 ranks, and domains inside nodes'
+        'Forward: 4 nodes of 8 ranks, and domains inside them'
         >>> [dispatch_by_rule(Topology.flat(ranks), 256, 8).reason for ranks in (4, 8)]
         ['Once: 3.6 of 8 rows per token, uniformly routed', 'Direct: Once would send 5.3 of 8 rows per token']
     """
@@ -109,14 +109,17 @@ def dispatch_by_rule(
     if given.buffers.chunks > 1:
         return DispatchChoice(direct, "Direct: chunks")
     is_tpu = topology.platform == "tpu"
+    members, ranks = topology.levels[-1].size, topology.num_ranks
+    nodes = ranks // members
+    # Between slices all rows of an exchange travel through hosts, so one exchange stays inside them.
+    is_apart = not is_tpu or (topology.crosses_slices and topology.slice_axes == topology.expert_axes[:-1])
+    if nodes > 1 and members > 1 and topology.ranks_per_domain <= members and is_apart:
+        name = "slices" if is_tpu else "nodes"
+        return DispatchChoice(Forward(*options), f"Forward: {nodes} {name} of {members} ranks, and domains inside them")
     if is_tpu and tokens is None and topology.device_kind in TPUS_OF_ONCE + TPUS_OF_CHUNKS:
         return DispatchChoice(given, "AutoDispatch: the tokens of a rank decide on this TPU")
     if is_tpu and topology.device_kind not in TPUS_OF_ONCE:
         return _on_fast_links(direct, topology, tokens, per_token)
-    members, ranks = topology.levels[-1].size, topology.num_ranks
-    nodes = ranks // members
-    if not is_tpu and nodes > 1 and members > 1 and topology.ranks_per_domain <= members:
-        return DispatchChoice(Forward(*options), f"Forward: {nodes} nodes of {members} ranks, and domains inside nodes")
     if per_token is None or ranks == 1:
         return DispatchChoice(direct, "Direct: one rank, or an unknown number of experts per token")
     # A function may return more choices than there are experts, some without an expert.

@@ -17,6 +17,7 @@ GOOD = {
     "v5p:2x2x2": ("tpu", "v5p", (2, 2, 2), 1, (2, 2, 2), 8),
     # A chip has two devices.
     "tpu7x:2x2x1": ("tpu", "tpu7x", (2, 2, 1), 1, (2, 2, 1, 2), 8),
+    "v5e:2x4:3": ("tpu", "v5e", (2, 4), 3, (2, 4), 24),
 }
 """Platform, device, shape, domains, torus and number of devices."""
 
@@ -40,6 +41,11 @@ BAD = [
     "v5e",
     "v5e:2",
     "tpu:2x2",
+    "v5e:2x4:",
+    "v5e:2x4:0",
+    "v5e:2x4:2:2",
+    "v5e:16x16:99",
+    "h100:1x8:2",
 ]
 
 
@@ -55,7 +61,9 @@ def test_good_targets(text):
 
 @pytest.mark.parametrize("text", BAD)
 def test_bad_targets_are_refused_with_what_was_expected(text):
-    with pytest.raises(ValueError, match=r"^target is .*; expected NAME:NODESxGPUS .* h100, .* h100:1x8, .* v5e:2x4$"):
+    with pytest.raises(
+        ValueError, match=r"^target is .*; expected NAME:NODESxGPUS .* h100, .* h100:1x8, .* v5e:2x4:2$"
+    ):
         Target.parse(text)
 
 
@@ -73,8 +81,9 @@ class Device:
     slice_index: int = 0
 
 
-def slice_of(kind, shape, per_chip=1):
-    return [Device(kind, coords) for coords in itertools.product(*map(range, shape)) for _ in range(per_chip)]
+def slice_of(kind, shape, per_chip=1, number=0):
+    places = itertools.product(*map(range, shape))
+    return [Device(kind, coords, slice_index=number) for coords in places for _ in range(per_chip)]
 
 
 @pytest.mark.parametrize(
@@ -84,6 +93,7 @@ def slice_of(kind, shape, per_chip=1):
         (slice_of("TPU v5", (2, 2, 2)), "v5p:2x2x2"),
         (slice_of("TPU v6 lite", (1, 4, 1)), "v6e:1x4"),
         (slice_of("TPU7x", (2, 2, 1), 2), "tpu7x:2x2"),
+        ([chip for i in range(3) for chip in slice_of("TPU v6 lite", (2, 4, 1), 1, i)], "v6e:2x4:3"),
         # Not a box: priced as a line.
         (slice_of("TPU v5 lite", (2, 4, 1))[:-1], "v5e:1x7"),
         ([Device(GPUS["h100"].description)] * 8, "h100:1x1x8"),

@@ -28,6 +28,11 @@ APART = replace(GPUS, ranks_per_process=1, processes=tuple(range(8)))
         (replace(APART, platform="rocm"), ExchangePath.SEND_RECEIVE, "the device kernel is NCCL's"),
         (replace(Topology.flat(8), platform="tpu", ranks_per_process=4), ExchangePath.NATIVE, "TPUs"),
         (replace(Topology.flat(32), platform="tpu", limited_routing=True), ExchangePath.STEPS, "limited routing"),
+        (
+            replace(Topology.flat(8), platform="tpu", expert_axes=("slice",), slice_axes=("slice",)),
+            ExchangePath.HOSTS,
+            "several TPU slices",
+        ),
     ],
 )
 def test_each_target_has_its_path_and_a_reason(topology, path, reason, monkeypatch):

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,6 +28,21 @@ def test_axes_become_the_innermost_levels():
     two = Topology.from_mesh(mesh, ("b", "c"), ranks_per_domain=4)
     assert [level.name for level in two.levels] == ["node", "gpu"]
     assert (two.ranks_per_domain, two.data_axes) == (4, ("a",))
+
+
+def test_a_block_of_ranks_is_a_group_of_its_own():
+    whole = Topology.from_mesh(make_mesh((2, 2, 2), ("a", "b", "c")), ("a", "b", "c"), bytes_per_s=(1e9, 2e9, 4e9))
+    for size, axes, together in ((2, ("c",), 2), (4, ("b", "c"), 4)):
+        block = whole.inside(size)
+        assert (block.num_ranks, block.ranks_per_domain, block.ranks_per_process) == (size, 2, together)
+        assert block.expert_axes == axes
+        assert block.data_axes + block.expert_axes == ("a", "b", "c")
+        assert block.levels == whole.levels[-len(axes) :]
+    assert all(whole.inside(size) is whole for size in (1, 3, 8))
+    flat = Topology.flat(8, 4)
+    assert flat.inside(4) is flat
+    assert replace(whole, ranks_per_process=None).inside(4).ranks_per_process is None
+    assert replace(whole, ranks_per_process=1).inside(4).ranks_per_process == 1
 
 
 def test_a_topology_is_a_static_argument():

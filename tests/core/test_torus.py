@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jax_moe_lb import Topology
-from jax_moe_lb.core.torus import has_limited_routing, torus_warning
+from jax_moe_lb.core.torus import has_limited_routing, slice_axes, torus_warning
 
 
 def chips(*places):
@@ -45,6 +45,26 @@ def test_other_groups_have_a_warning_with_their_cost(places, cost):
     assert "\n" not in found
     with pytest.warns(UserWarning, match=cost):
         warnings.warn(found, stacklevel=1)
+
+
+def mesh_of_slices(shape, slices):
+    devices = [SimpleNamespace(platform="tpu", slice_index=number) for number in slices]
+    return np.array(devices).reshape(shape)
+
+
+@pytest.mark.parametrize(
+    ("shape", "slices", "axes"),
+    [
+        ((2, 2, 2), [0, 0, 0, 0, 1, 1, 1, 1], ("a",)),
+        ((2, 2, 2), [0, 0, 1, 1, 2, 2, 3, 3], ("a", "b")),
+        ((2, 2, 2), [0, 1, 0, 1, 0, 1, 0, 1], ("c",)),
+        ((2, 2, 2), [0] * 8, ()),
+        ((1, 1, 1), [3], ()),
+    ],
+)
+def test_axes_between_slices(shape, slices, axes):
+    assert slice_axes(mesh_of_slices(shape, slices), ("a", "b", "c"), ("a", "b", "c")) == axes
+    assert slice_axes(np.array([SimpleNamespace(platform="gpu", slice_index=1)] * 2), ("a",), ("a",)) == ()
 
 
 def test_gpus_and_several_slices_have_no_warning():

@@ -113,11 +113,19 @@ def test_a_replica_takes_the_permute_of_its_pair_and_its_step():
         [[0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]],
         [[0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
     ]
-    hop = padded_replicas(by_slot, 2)
+    hop = padded_replicas(by_slot, 2, 4)
     # Both pairs are in one permute, whose steps have one expert. All of its pairs send in each of its steps.
     cycle = [[0, 0, 2, 0], [0, 0, 0, 2], [0, 2, 0, 0], [2, 0, 0, 0]]
     assert (hop.out.tolist(), hop.permutes_out) == (cycle, 2)
     assert (hop.back.T.tolist(), hop.permutes_back) == (cycle, 2)
+
+
+def test_domains_exchange_replicas_in_the_same_permutes():
+    placement = np.array([[0, 1, 2, -1], [2, 3, -1, -1], [4, 5, -1, -1], [6, 7, 4, 5]], np.int32)
+    hop = padded_replicas(replicas_by_slot(Plan(placement, np.zeros((8, 4), np.int32), domain=2)), 2, 2)
+    # The first slots of both domains take one step of each permute; the second one of rank 3 takes another step.
+    assert (hop.out.tolist(), hop.permutes_out) == ([[0, 2, 0, 0], [1, 0, 0, 0], [0, 0, 0, 2], [0, 0, 1, 0]], 3)
+    assert (hop.back.tolist(), hop.permutes_back) == ([[0, 1, 0, 0], [2, 0, 0, 0], [0, 0, 0, 1], [0, 0, 2, 0]], 3)
 
 
 def test_padding_takes_time():

@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 import jax
@@ -46,22 +47,27 @@ def weights(dtype):
 ONE_PROCESS = replace(TOPOLOGY, platform="cuda", ranks_per_process=RANKS)
 PROCESSES = replace(ONE_PROCESS, ranks_per_process=1, processes=tuple(range(RANKS)))
 STEPS = replace(TOPOLOGY, ranks_per_process=1)
+NODES = Topology.from_mesh(make_mesh((2, 4), ("node", "gpu")), ("node", "gpu"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("topology", [TOPOLOGY, PROCESSES, STEPS], ids=["by slot", "by rank", "side by side"])
+@pytest.mark.parametrize(
+    "topology", [TOPOLOGY, PROCESSES, STEPS, NODES], ids=["by slot", "by rank", "side by side", "inside nodes"]
+)
 def test_slots_hold_their_experts_and_gradients_come_home(topology, dtype):
     """Small integers make every sum exact, independent of order."""
+    shape, axes = tuple(level.size for level in topology.levels), topology.expert_axes
+    mesh, spec, domain = make_mesh(shape, axes), PartitionSpec(axes), topology.ranks_per_domain
     home, quota = weights(dtype), np.zeros((RANKS * HOME, RANKS), np.int32)
 
     def one_rank(home, upstream, placement):
-        plan = Plan(placement, jnp.asarray(quota), domain=8)
+        plan = Plan(placement, jnp.asarray(quota), domain=domain)
         slots, vjp = jax.vjp(lambda experts: Gather()(experts, plan, topology), Experts(home, home.mT, 2 * home))
         return slots, vjp(Experts(upstream, upstream.mT, 2 * upstream))[0]
 
-    run = jax.jit(jax.shard_map(one_rank, mesh=MESH, in_specs=(SPEC, SPEC, PartitionSpec()), out_specs=SPEC))
-    for name, placement in PLANS.items():
+    run = jax.jit(jax.shard_map(one_rank, mesh=mesh, in_specs=(spec, spec, PartitionSpec()), out_specs=spec))
+    for name, placement in PLANS.items() if domain == RANKS else [("domains", PLANS["domains"])]:
         flat = placement.reshape(-1)
         upstream = np.random.default_rng(2).integers(-3, 3, (RANKS * SLOTS, 2, 5)).astype(np.float32)
         # The gradient of an empty slot must not be used.
@@ -101,12 +107,32 @@ def test_relays_are_refused():
 
 
 def replicated(topology):
+    shape, axes = tuple(level.size for level in topology.levels), topology.expert_axes
+    mesh, spec = make_mesh(shape, axes), PartitionSpec(axes)
+
     def one_rank(home, placement):
-        plan = Plan(placement, jnp.zeros((RANKS * HOME, RANKS), jnp.int32), domain=RANKS)
+        plan = Plan(placement, jnp.zeros((RANKS * HOME, RANKS), jnp.int32), domain=topology.ranks_per_domain)
         replicas = Gather().start(Experts(home, home.swapaxes(1, 2), home), plan, topology)
         return replicas.up, replicas.down, replicas.gate
 
-    return jax.jit(jax.shard_map(one_rank, mesh=MESH, in_specs=(SPEC, PartitionSpec()), out_specs=SPEC))
+    return jax.jit(jax.shard_map(one_rank, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec))
+
+
+@pytest.mark.parametrize(
+    ("topology", "groups"),
+    [
+        (NODES, "[[0, 1, 2, 3], [4, 5, 6, 7]]"),
+        # Domains that are no blocks of the innermost axes exchange among all ranks.
+        (replace(NODES, ranks_per_domain=2), "[[0, 1, 2, 3, 4, 5, 6, 7]]"),
+        (replace(NODES, ranks_per_domain=8), "[[0, 1, 2, 3, 4, 5, 6, 7]]"),
+    ],
+)
+def test_replicas_travel_among_the_ranks_of_a_domain(topology, groups):
+    traced = replicated(topology).trace(weights("bfloat16"), jnp.asarray(PLANS["no replicas"]))
+    found = re.findall(
+        r"@ragged_all_to_all\(.*replica_groups = dense<(.*?)>", traced.lower(lowering_platforms=("tpu",)).as_text()
+    )
+    assert set(found) == {groups}
 
 
 @pytest.mark.parametrize(("topology", "exchanges", "updates"), [(ONE_PROCESS, 3, 64), (PROCESSES, 1, 1)])

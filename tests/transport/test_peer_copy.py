@@ -25,10 +25,10 @@ def experts():
     return Experts(*(jnp.asarray(w, jnp.float32) for w in (up, down, gate)))
 
 
-def slots_and_gradients(replicate, placement, relay=None):
+def slots_and_gradients(replicate, placement, relay=None, topology=TOPOLOGY):
     def one_rank(experts, target, placement, relay):
         plan = Plan(placement, jnp.zeros((RANKS * HOME, RANKS), jnp.int32), relay=relay, domain=RANKS)
-        slots, vjp = jax.vjp(lambda e: replicate(e, plan, TOPOLOGY), experts)
+        slots, vjp = jax.vjp(lambda e: replicate(e, plan, topology), experts)
         return slots, vjp(target)[0]
 
     run = jax.shard_map(

@@ -70,6 +70,16 @@ def test_slots_and_gradients_are_those_of_copies_from_home_to_the_bit():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), relayed[1], gradients)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("copies", [PeerCopy(), Relay()])
+def test_ranks_of_several_processes_gather_without_relays(copies, monkeypatch):
+    apart, placement = dataclasses.replace(TOPOLOGY, ranks_per_process=1), popular_placement()
+    expected = slots_and_gradients(Gather(), placement, topology=apart)
+    monkeypatch.setattr("jax_moe_lb.transport.replicate.start", None)
+    monkeypatch.setattr("jax_moe_lb.transport.replicate.add_copies_at_home", None)
+    jax.tree.map(np.testing.assert_array_equal, slots_and_gradients(copies, placement, topology=apart), expected)
+
+
 def test_a_plan_with_relays_is_refused():
     plan = planned(popular_placement())
     with pytest.raises(ValueError, match=r"plan\.relay is set; expected None, as Relay plans them"):

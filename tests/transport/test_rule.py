@@ -24,6 +24,7 @@ from jax_moe_lb.transport import (
 )
 
 NODES = Topology((Level("node", 4), Level("gpu", 8)), ranks_per_domain=8)
+SLICES = replace(NODES, platform="tpu", device_kind="TPU v5e", expert_axes=("slice", "chip"), slice_axes=("slice",))
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,11 @@ NODES = Topology((Level("node", 4), Level("gpu", 8)), ranks_per_domain=8)
         (replace(NODES, platform="tpu"), 256, 8, Direct),
         (replace(NODES, platform="tpu", device_kind="TPU v5e"), 256, 8, AutoDispatch),
         (replace(NODES, platform="cuda"), 256, 8, Forward),
+        (SLICES, 256, 8, Forward),
+        # Ranks of equal offset, in expert domains over all slices.
+        (replace(SLICES, levels=(Level("node", 1), Level("gpu", 8))), 256, 8, AutoDispatch),
+        # Nodes are lines of chips of two slices.
+        (replace(SLICES, slice_axes=("chip",)), 256, 8, AutoDispatch),
     ],
 )
 def test_nodes_and_expected_rows_decide(topology, experts, per_token, kind):

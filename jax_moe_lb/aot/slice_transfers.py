@@ -1,0 +1,53 @@
+"""Transfers between TPU slices in a compiled program.
+
+The program is that of one slice. XLA compiles a collective between slices to sends and receives of the host, and one
+inside a slice as for a single slice.
+"""
+
+import re
+
+from jax_moe_lb.aot.collectives import ProgramCollective, work_between
+from jax_moe_lb.aot.execution_counts import CostOf, OperationCost, executed, total
+from jax_moe_lb.aot.hlo import Computation, Instruction, Module
+from jax_moe_lb.core.types import Axes
+
+TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+FIRST_GROUP = re.compile(r"_xla_megascale_target=\{\{([\d,]+)\}")
+
+NUMBERS_OF_A_SLICE = 100_000
+"""Numbers of devices of a slice in such a group: the first device of slice `i` has `(i + 1)` times as many."""
+
+
+def transfers_between_slices(module: Module, axes: Axes, slice_axes: Axes, moved: CostOf) -> list[ProgramCollective]:
+    """List the transfers of a program over a mesh with these axes, of which some are between slices, largest first."""
+    found: dict[tuple[str, Axes], list[tuple[OperationCost, list[str]]]] = {}
+    for cost in executed(module, _received):
+        attributes, kind = cost.instruction.attributes, TRANSFER.search(cost.instruction.attributes)
+        assert kind is not None
+        over = axes if _includes_slices(attributes) else slice_axes
+        beside = work_between(module, cost.computation, cost.instruction, moved)
+        found.setdefault((kind[1].lower().replace("_", "-"), over), []).append((cost, beside))
+    transfers = [
+        ProgramCollective(
+            kind=f"{kind} between slices",
+            axes=over,
+            count=sum(cost.times for cost, _ in members),
+            nbytes=total([cost for cost, _ in members]),
+            asynchronous=sum(cost.times for cost, beside in members if beside),
+            over=tuple(dict.fromkeys(name for _, beside in members for name in beside)),
+        )
+        for (kind, over), members in found.items()
+    ]
+    return sorted(transfers, key=lambda one: one.nbytes, reverse=True)
+
+
+def _received(_: Computation, one: Instruction) -> int:
+    """Return the bytes that a transfer receives; of a ragged exchange, those of the whole buffer."""
+    return one.shapes[0].nbytes if one.opcode == "recv" and TRANSFER.search(one.attributes) else 0
+
+
+def _includes_slices(attributes: str) -> bool:
+    """Return whether devices of one slice also exchange rows through their hosts."""
+    group = FIRST_GROUP.search(attributes)
+    numbers = [int(number) // NUMBERS_OF_A_SLICE for number in group[1].split(",")] if group else []
+    return len(set(numbers)) < len(numbers)
