@@ -224,6 +224,7 @@ RUNS = (
     Run("compiled.timeline", ("steps",), refusal=_compilers),
     Run("compiled.timeline", ("options",), refusal=_compilers, result="timeline_options"),
     Run("compiled.timeline", ("forms",), refusal=_compilers, result="timeline_tpu"),
+    Run("compiled.slices", refusal=_compilers),
     Run("reliability.files", ("--number", "100000"), ()),
     Run(
         "reliability.files",
@@ -252,6 +253,7 @@ RUNS = (
         aside=MEASURED,
     ),
     Run("network.training_speed", ("table",), refusal=_network, aside=MEASURED),
+    Run("network.whole_runs", refusal=_network, aside=MEASURED),
 )
 
 
