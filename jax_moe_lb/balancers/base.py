@@ -7,6 +7,7 @@ import abc
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
@@ -241,6 +242,8 @@ class Chain(Balancer):
         In a program, an illegal plan of a balancer is the result, and the later ones get the plain plan.
         """
         states, checked = [], []
+        if not state and jax.tree.leaves(state := self.init(counts.shape)):
+            raise ValueError("state is (); expected the result of init, as a balancer of the chain has a state")
         # Keep one state per balancer: the structure is then equal in all steps, as required by the carry of a scan.
         for balancer, before in zip(self.balancers, state, strict=True):
             plan, after = balancer.rebalance(counts, plan, topology, before)

@@ -21,6 +21,7 @@ from jax_moe_lb.routing.losses import Losses
 from jax_moe_lb.routing.more_routers import capacity, within_capacity
 from jax_moe_lb.routing.routers import (
     NO_EXPERT,
+    ROUTING_NAME,
     RouterFunction,
     Routing,
     TokenInfo,
@@ -32,7 +33,7 @@ from jax_moe_lb.routing.routers import (
 from jax_moe_lb.transport.dispatch import Routed, Served
 from jax_moe_lb.transport.exchange import RoutingWeights
 
-CHECKPOINT_NAMES = ("moe_routing", "moe_plan")
+CHECKPOINT_NAMES = (ROUTING_NAME, "moe_plan")
 """Names of intermediates for `jax.checkpoint_policies`: the routing, and the plan with the destination per copy.
 
 Pass these names to `save_only_these_names` to save a few integers per token. A layer inside `jax.checkpoint` then
@@ -190,10 +191,9 @@ def moe(
     routing = route(x, kernel, router, info, params.selection_bias, params.logit_bias)
     if options.scale_inputs:
         x, routing = scale_inputs(x, routing)
-    factor = options.capacity_factor
-    limit = None if factor is None else capacity(factor, routing.experts.size, kernel.shape[1])
     # Here, because the routing of a function gives `K`.
-    per_token = getattr(router, "num_experts_per_tok", routing.experts.shape[1])
+    per_token, factor = getattr(router, "num_experts_per_tok", routing.experts.shape[1]), options.capacity_factor
+    limit = None if factor is None else capacity(factor, x.shape[0] * per_token, kernel.shape[1])
     system = system.by_rule(topology, kernel.shape[1], per_token, jax.ShapeDtypeStruct(x.shape, x.dtype))
     system = _for_router(system, router, homes, kernel.shape[1], topology)
     excess = system.dispatch.excess_nodes(_places(routing.experts, homes), kernel.shape[1], topology)

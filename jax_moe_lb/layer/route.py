@@ -5,14 +5,22 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Tokens, iota
 from jax_moe_lb.layer.arguments import check_routing
 from jax_moe_lb.routing.logits import router_logits
-from jax_moe_lb.routing.routers import NO_EXPERT, Logits, RouterFunction, Routing, TokenInfo, mask_tokens
+from jax_moe_lb.routing.routers import (
+    NO_EXPERT,
+    ROUTING_NAME,
+    Logits,
+    RouterFunction,
+    Routing,
+    TokenInfo,
+    mask_tokens,
+)
 
 
 def rank_tokens(tokens: TokenInfo, num_tokens: int, topology: Topology) -> TokenInfo:
@@ -45,14 +53,23 @@ def route(
         logits += logit_bias.astype(logits.dtype)[None]
     routing = router(logits, bias, info)
     check_routing(routing, logits)
+    routing = replace(routing, experts=as_int32(routing.experts))
     if info.weights is not None and info.experts is None:
         raise ValueError("tokens.experts is None; expected an array with tokens.weights")
     if info.experts is not None:
-        routing = with_given(router, routing, logits, info.experts, info.weights)
+        routing = with_given(router, routing, logits, as_int32(info.experts), info.weights)
     # A router may return constants, which vary over no mesh axis.
     routing = vary_like(routing, logits)
     routing = routing if info.mask is None else mask_tokens(routing, info.mask)
-    return checkpoint_name(routing, "moe_routing")
+    return checkpoint_name(routing, ROUTING_NAME)
+
+
+def as_int32(ids: Integer[Array, "T K"]) -> Int[Array, "T K"]:
+    """Convert expert ids of any integer dtype; ids out of range stay so."""
+    if ids.dtype == jnp.int32:
+        return ids
+    given, wanted = jnp.iinfo(ids.dtype), jnp.iinfo(jnp.int32)
+    return jnp.clip(ids, max(given.min, wanted.min), min(given.max, wanted.max)).astype(jnp.int32)
 
 
 def with_given(

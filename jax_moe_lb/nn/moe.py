@@ -44,6 +44,7 @@ from jax_moe_lb.nn.variables import (
 from jax_moe_lb.routing.losses import Losses
 from jax_moe_lb.routing.routers import RouterFunction, router_options, updated_bias
 from jax_moe_lb.transport.expert_domains import GatherExpertDomain
+from jax_moe_lb.transport.fsdp import FsdpExperts
 
 
 class MoE(nnx.Module):
@@ -147,6 +148,7 @@ class MoE(nnx.Module):
         self.losses, self.precision = losses, precision
         rules = logical_axis_rules(topology, migrate) if rules is None else rules
         self.shards = fsdp_axes(rules, topology, expert_axes(topology, migrate))
+        _check_codec(migrate, mesh, topology, self.shards)
         self.length_axes = axis_names(dict(rules).get("length"))
         split = math.prod(mesh.shape[axis] for axis in expert_axes(topology, migrate) + self.shards.exp_axes)
         home_experts_per_rank(num_experts, split)
@@ -446,6 +448,17 @@ def _default_topology(mesh: Mesh) -> Topology:
 def _check_domains(topology: Topology, migrate: GatherExpertDomain | None) -> None:
     if migrate is not None and migrate.domains.between != topology:
         raise ValueError("topology differs from system.migrate.domains.between; expected the same topology, or None")
+
+
+def _check_codec(migrate: GatherExpertDomain | None, mesh: Mesh, topology: Topology, shards: FsdpExperts) -> None:
+    """Refuse a codec whose states would be of whole experts, if a rank has shards of them."""
+    if migrate is None:
+        return
+    data_axes = shards.exp_axes + shards.embed_axes + shards.mlp_axes
+    # The residual follows tensor axes, and the decoded experts follow neither.
+    axes = data_axes + (topology.tensor_axes if migrate.codec.remembers else ())
+    if (migrate.codec.remembers or migrate.needs_residual) and math.prod(mesh.shape[axis] for axis in axes) > 1:
+        raise ValueError(f"system.migrate.codec is {migrate.codec}; expected Codec(), as axes {axes} split each expert")
 
 
 def check_mesh(mesh: Mesh, topology: Topology) -> None:

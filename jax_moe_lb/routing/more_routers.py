@@ -94,7 +94,9 @@ class ExpertChoice(Router):
         del bias
         num_tokens, num_experts = logits.shape
         scores = jax.nn.softmax(logits, -1)
-        offered = scores if info.mask is None else jnp.where(info.mask[:, None], scores, -1)
+        # A token with NaN or an infinite logit takes no place of others, and has a fault.
+        is_finite = jnp.isfinite(scores).all(1, keepdims=True)
+        offered = jnp.where(is_finite if info.mask is None else is_finite & info.mask[:, None], scores, -1)
         size = min(capacity(1.0, num_tokens * self.num_experts_per_tok, num_experts), num_tokens)
         best, tokens = jax.lax.top_k(offered.T, size)
         chosen = jnp.zeros((num_experts, num_tokens), bool).at[iota(num_experts)[:, None], tokens].set(best >= 0).T
@@ -102,6 +104,7 @@ class ExpertChoice(Router):
         kept, experts = jax.lax.top_k(jnp.where(chosen, scores, -1), per_tok)
         # The score of a selected token can underflow to 0; unselected entries are -1.
         weights = jnp.where(kept >= 0, jnp.take_along_axis(scores, experts, axis=1), 0)
+        weights = jnp.where(is_finite, weights, jnp.nan)
         return Routing(jnp.where(kept >= 0, experts, NO_EXPERT), weights, logits, scores)
 
     def with_experts(

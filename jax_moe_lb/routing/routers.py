@@ -10,13 +10,17 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int, Integer, Key
 
 from jax_moe_lb.core.checks import Count, Positive, checked_fields
 from jax_moe_lb.core.types import TokenMask, Tokens, iota, pytree
 
 NO_EXPERT = -1
 """Expert id of an unrouted token copy, such as a copy of a padding token."""
+
+ROUTING_NAME = "moe_routing"
+"""Name of the routing in policies of `jax.checkpoint`."""
 
 Logits = Float[Array, "T E"]
 
@@ -26,7 +30,7 @@ class Routing:
     """Experts and weights of the tokens of one rank, returned by every router.
 
     Args:
-        experts: `[T, K]` int32, the expert per token copy, or `NO_EXPERT`.
+        experts: `[T, K]` integers, the expert per token copy, or `NO_EXPERT`; the layer converts them to int32.
         weights: `[T, K]`, factors of the expert outputs; gradients flow through them.
         logits: `[T, E]`, the router logits, for the z-loss.
         scores: `[T, E]`, nonnegative affinities with sum 1 over the experts, for the other losses.
@@ -44,7 +48,7 @@ class Routing:
         [[0], [0]]
     """
 
-    experts: Int[Array, "T K"]
+    experts: Integer[Array, "T K"]
     weights: Float[Array, "T K"]
     logits: Logits
     scores: Logits
@@ -296,7 +300,9 @@ class TopK(Router):
         self._require_enough(logits.shape[1])
         if self.group_limit is not None:
             choice = self.group_limit(choice)
-        return self.with_experts(logits, jax.lax.top_k(choice, self.num_experts_per_tok)[1])
+        # Named here, too, since the gradients of the weights depend on these ids.
+        experts = checkpoint_name(jax.lax.top_k(choice, self.num_experts_per_tok)[1], ROUTING_NAME)
+        return self.with_experts(logits, experts)
 
     def _require_enough(self, num_experts: int) -> None:
         limit = self.group_limit

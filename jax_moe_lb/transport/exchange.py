@@ -113,7 +113,7 @@ class Buffers:
             num_copies: `T * K`, token copies of a rank, equal to the mean load.
         """
         # At least 1: the number of rounds is a quotient by this, also for a rank without tokens.
-        rows = max(1, math.ceil(self.headroom * num_copies / self.chunks))
+        rows = math.ceil(self.headroom * max(1, num_copies) / self.chunks)
         return rows if self.chunks * rows < 8 * TILE_ROWS else math.ceil(rows / TILE_ROWS) * TILE_ROWS
 
 
@@ -226,6 +226,16 @@ class Exchange(DispatchOptions[ReceiptT]):
         Returns:
             `out` with the outputs of this round.
         """
+
+    def order_in_one_chunk(self, receipt: ReceiptT, i: Int[Array, ""]) -> Int[Array, "A"] | None:
+        """Return the index in the chunks of round `i` of each row of one chunk; `None` (default) for the same order.
+
+        Args:
+            receipt: return value of `address`.
+            i: int32, index of the round, from 0.
+        """
+        del receipt, i
+        return None
 
 
 def sending_order(experts: Int[Array, "C"], going: Int[Array, "E R"], plan: Plan) -> Int[Array, "C"]:

@@ -10,12 +10,13 @@ With saved hidden activations, the gradients of outputs arrive first, and the ro
 no rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.schedule import in_order, in_order_on_cuda
@@ -116,12 +117,16 @@ def serve_round(
             if chunk + 1 < len(arrived):
                 arrived[chunk + 1], outputs = in_order_on_cuda(arrived[chunk + 1], outputs)
             out = one.send_back(packed(one.exchange.transfer, outputs), chunk, out)
-    # Consecutive parts of one stream. Without `Saved`, the array is not used, and XLA removes it.
-    return out, _in_one([words for words, _ in arrived]), jax.tree.map(lambda *parts: _in_one(parts), *products)
+    # Without `Saved`, these arrays are not used, and XLA removes them.
+    order = one.exchange.order_in_one_chunk(one.receipt, one.i) if len(one.chunks) > 1 else None
+    in_one = partial(_in_one, order=order)
+    return out, in_one(*(words for words, _ in arrived)), jax.tree.map(in_one, *products)
 
 
-def _in_one(parts: Sequence[Array]) -> Array:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+def _in_one(*parts: Array, order: Int[Array, "A"] | None) -> Array:
+    """Return the rows of all chunks as one chunk, which is that of the backward pass."""
+    rows = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    return rows if order is None else rows[order]
 
 
 def gradient_round(

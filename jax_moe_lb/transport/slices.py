@@ -66,6 +66,10 @@ class SlotSlices:
         )
         return _exchange(rows, out, back, topology, "combine")
 
+    def order_in_one_chunk(self, i: Int[Array, ""], chunks: int, capacity: int) -> None:
+        """Return `None`: rows of consecutive chunks have the order of one chunk."""
+        del i, chunks, capacity
+
     def _parts(self, i: Int[Array, ""], capacity: int) -> tuple[Int[Array, ""], "_Part", "_Part"]:
         """Return the first row of round `i` in a stream, and the parts of the sent and received slices."""
         first, last = i * capacity, (i + 1) * capacity
@@ -122,6 +126,13 @@ class RankSlices:
         rows = rows[by_slot(coming.T, capacity)]
         back = Slices(starts(part.size), part.size, self.first_at_source + part.start, going.size)
         return _exchange(rows, out, back, topology, "combine")
+
+    def order_in_one_chunk(self, i: Int[Array, ""], chunks: int, capacity: int) -> Int[Array, "A"]:
+        """Return the index in consecutive chunks of each row that round `i` has in one chunk."""
+        # Each chunk is sorted by slot alone. First sort its rows by source again, as they landed.
+        parts = [landings(self.arriving, i * chunks + chunk, capacity) for chunk in range(chunks)]
+        landed = [chunk * capacity + by_slot(part.T, capacity) for chunk, part in enumerate(parts)]
+        return jnp.concatenate(landed)[by_slot(landings(self.arriving, i, chunks * capacity), chunks * capacity)]
 
 
 def _exchange(rows: Array, out: Array, slices: Slices, topology: Topology, site: str) -> Array:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from benchmarks.layer.workloads import WORKLOADS
-from jax_moe_lb import Topology
-from jax_moe_lb.balancers import RailS
+from jax_moe_lb import Chain, Topology
+from jax_moe_lb.balancers import EPLB, Exact, Greedy, RailS
 from jax_moe_lb.balancers.rails import best_chunks, ticks_of
 from jax_moe_lb.core import check_plan, plain_plan
 from jax_moe_lb.core.plan import rows_between
@@ -138,3 +138,13 @@ def test_a_balancer_after_it_that_moves_tokens_is_found_out():
     placement[1, 1], quota[0, 0], quota[0, 1] = 0, 0, 72
     with pytest.raises(ValueError, match=r"plan.rails from rank 0 to rank 0 sums to 9 tokens; expected 0,"):
         check_plan(replace(plan, placement=placement, quota=quota), counts)
+
+
+def test_a_chain_of_balancers_without_state_takes_the_empty_state():
+    two, counts = Topology.flat(4, 2), np.ones((4, 8), np.int32)
+    plan = plain_plan(counts, two, 3)
+    found, state = Chain((Greedy(), Exact())).rebalance(counts, plan, two, ())
+    assert state == ((), ())
+    np.testing.assert_array_equal(found.quota.sum(1), counts.sum(0))
+    with pytest.raises(ValueError, match=r"state is \(\); expected the result of init"):
+        Chain((Greedy(), EPLB())).rebalance(counts, plan, two, ())

@@ -1,6 +1,7 @@
 """The layer on every kind of mesh, under every transformation, and with invalid input."""
 
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,9 @@ from jax_moe_lb import (
     plain,
     rails,
 )
+from jax_moe_lb.layer.route import as_int32
 from jax_moe_lb.routing import ForceBalanced
+from jax_moe_lb.transport import Saved
 from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 
 BY_NAME = {workload.name: workload for workload in WORKLOADS}
@@ -216,7 +219,13 @@ def test_the_whole_layer_lowers_for_a_gpu(system):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "system", [greedy(), pytest.param(feplb(), marks=pytest.mark.thorough)], ids=["greedy", "feplb"]
+    "system",
+    [
+        greedy(),
+        exact(2, Buffers(chunks=2), dispatch="direct").replace(saved=Saved(rows=True, hidden=True)),
+        pytest.param(feplb(), marks=pytest.mark.thorough),
+    ],
+    ids=["greedy", "saved chunks", "feplb"],
 )
 def test_no_tokens_at_all(system):
     case, mesh = Case(), make_mesh((8,), ("expert",))
@@ -243,3 +252,26 @@ def test_derivatives_that_are_not_there_are_refused_in_one_line():
         jax.eval_shape(jax.grad(lambda x: jax.grad(total)(x).sum()), x)
     with pytest.raises(TypeError, match="forward-mode autodiff"):
         jax.jit(lambda x: jax.jvp(total, (x,), (x,))).lower(x)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "converted"),
+    [("uint8", 200, 200), ("int8", -1, -1), ("uint32", 2**32 - 1, 2**31 - 1), ("int64", -(2**40), -(2**31))],
+)
+def test_ids_of_any_integer_dtype_become_int32(dtype, given, converted, x64):
+    ids = as_int32(jnp.array([[given, 3]], dtype))
+    assert ids.dtype == jnp.int32
+    assert ids.tolist() == [[converted, 3]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["uint32", "int8"])
+def test_a_router_may_return_ids_of_another_dtype(dtype):
+    def router(logits, bias, info):
+        routing = TopK(2)(logits, bias, info)
+        return replace(routing, experts=routing.experts.astype(dtype))
+
+    case, mesh = Case(), make_mesh((2,), ("expert",))
+    args = arguments(case, BY_NAME["zipf"], 2)
+    runs = [with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), greedy(1), one)) for one in (router, TopK(2))]
+    jax.tree.map(np.testing.assert_array_equal, *(run(*args) for run in runs))

@@ -9,7 +9,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_moe_lb import Topology, greedy, plain
 from jax_moe_lb.nn import GradientResidual, keep_residuals
-from jax_moe_lb.transport import Codec, CodecBase, GatherExpertDomain
+from jax_moe_lb.nn.sharding import logical_axis_rules
+from jax_moe_lb.transport import Codec, CodecBase, ExpertDomains, GatherExpertDomain, hybrid_mesh
 from tests.layer_cases import assert_close, expert_domains, make_layer, make_mesh
 
 
@@ -32,6 +33,22 @@ def test_a_layer_with_domains_equals_one_without():
 
     assert_close(run(layer, placed(mesh)), run(reference, placed(base)), 1e-5)
     assert layer.up.get_value().sharding.spec[0] == ("expert_domain", "expert_offset")
+
+
+@pytest.mark.parametrize(
+    ("codec", "data_axis", "tensor_axis"),
+    [(Codec(8.0), None, "other"), (Codec(8.0), "other", None), (Codec(gradient_ratio=8.0), "other", None)],
+)
+def test_a_codec_with_states_of_whole_experts_is_refused_beside_their_shards(codec, data_axis, tensor_axis):
+    base = make_mesh((2, 4), ("other", "expert"))
+    topology = Topology.from_mesh(base, tensor_axes=tensor_axis or ())
+    mesh = hybrid_mesh(base, {"expert": 2})
+    domains = ExpertDomains.from_mesh(mesh, topology)
+    system = plain().replace(migrate=GatherExpertDomain(domains, codec))
+    usual = logical_axis_rules(domains.between, system.migrate)
+    rules = tuple((name, data_axis if name == "embed" else axes) for name, axes in usual)
+    with pytest.raises(ValueError, match=r"system.migrate.codec is Codec\(.*; expected Codec\(\), as axes .'other'"):
+        make_layer(mesh, system, (16, 8, 24), rules=rules)
 
 
 @pytest.mark.slow

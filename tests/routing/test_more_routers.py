@@ -34,6 +34,23 @@ def test_every_expert_chooses_its_best_tokens():
     )
 
 
+def test_a_token_without_finite_logits_takes_no_place_and_has_no_finite_weight():
+    for value in (np.nan, np.inf):
+        routing = ExpertChoice(2, max_experts_per_tok=8)(LOGITS.at[3, 1].set(value))
+        assert tokens_per_expert(routing.experts.reshape(1, -1), 8)[0].tolist() == [8] * 8
+        assert (routing.experts[3] == NO_EXPERT).all()
+        assert np.isnan(routing.weights).any(1).tolist() == [token == 3 for token in range(32)]
+
+
+@pytest.mark.slow
+def test_a_capacity_is_relative_to_the_copies_that_experts_choose():
+    router = ExpertChoice(1, max_experts_per_tok=4, capacity_factor=0.25)
+    layer = make_layer(make_mesh((2,), ("expert",)), "plain", SIZES, router)
+    _, stats = nnx.jit(lambda layer, x: layer(x))(layer, jax.random.normal(jax.random.key(1), (32, WIDTH)))
+    # Each of 8 experts chooses 2 of the 16 tokens of a rank, and serves 1.
+    assert stats.counts.max() == 1
+
+
 @pytest.mark.slow
 def test_a_token_has_no_more_experts_than_there_is_room_for():
     equal = jnp.zeros((8, 4))  # all experts choose the same tokens

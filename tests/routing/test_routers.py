@@ -5,6 +5,7 @@ import pytest
 
 from jax_moe_lb import TokenInfo, TopK
 from jax_moe_lb.core.types import iota
+from jax_moe_lb.layer import CHECKPOINT_NAMES
 from jax_moe_lb.routing import ForceBalanced, GroupLimit
 from jax_moe_lb.routing.routers import NO_EXPERT, mask_tokens, tokens_per_expert, updated_bias
 
@@ -126,3 +127,9 @@ def test_affinities_are_shares_where_all_sigmoid_scores_underflow():
     routing = TopK(2, score=jax.nn.sigmoid)(jnp.full((1, 4), -200.0))
     np.testing.assert_allclose(routing.scores, np.full((1, 4), 0.25), rtol=1e-6)
     np.testing.assert_allclose(routing.weights, np.full((1, 2), 0.5), rtol=1e-6)
+
+
+def test_a_policy_that_saves_the_routing_chooses_experts_once():
+    policy = jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)
+    chosen = jax.checkpoint(lambda logits: jnp.square(TopK(2)(logits).weights).sum(), policy=policy)
+    assert str(jax.make_jaxpr(jax.grad(chosen))(jnp.ones((4, 8)))).count("top_k[") == 1

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Buffers, System, TopK, Topology, exact, greedy, plain
 from jax_moe_lb.balancers import UltraEP
-from jax_moe_lb.transport import Direct, QuantizedTransfer
+from jax_moe_lb.transport import Direct, QuantizedTransfer, Saved
 from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 
 pytestmark = pytest.mark.slow
@@ -54,6 +54,14 @@ def test_one_round_has_the_same_bits(system, dtype):
     for workload in WORKLOADS:
         by_slot, by_rank = (run(topology, system, workload, dtype)[0] for topology in (BY_SLOT, BY_RANK))
         jax.tree.map(np.testing.assert_array_equal, by_rank, by_slot)
+
+
+@pytest.mark.parametrize(("headroom", "chunks"), [(1.5, 2), (0.4, 3)])
+def test_rows_saved_in_chunks_have_the_order_of_the_backward_pass(headroom, chunks, x64):
+    system = exact(1, Buffers(headroom, chunks=chunks), dispatch="direct").replace(saved=Saved(rows=True, hidden=True))
+    ((y, _), gradients), (x, mask, kernel, experts, target) = run(BY_RANK, system, WORKLOADS[0], "float64")
+    (want, _), want_gradients = dense_with_gradients(TopK(2))(x, mask, kernel, experts, target)
+    assert_close((y, gradients), (want, want_gradients), 1e-12)
 
 
 @pytest.mark.thorough
