@@ -188,7 +188,7 @@ def read_report(
     """Build the report from a compiled program and its dumps."""
     module = with_counted_loops(parse_module(compiled.as_text() or ""))
     memory: Any = compiled.memory_analysis()
-    # The program of several TPU slices is that of one.
+    # Several TPU slices run the program of one slice.
     between = slice_axes(mesh.devices, mesh.axis_names, mesh.axis_names)
     axes = {name: size for name, size in mesh.shape.items() if name not in between}
     traffic = MemoryTraffic(module, target.fast_spaces)

@@ -1,6 +1,6 @@
 """Transfers between TPU slices in a compiled program.
 
-The program is that of one slice. XLA compiles a collective between slices to sends and receives of the host, and one
+Each slice has the same program. XLA compiles a collective between slices to sends and receives of the host, and one
 inside a slice as for a single slice.
 """
 
@@ -19,7 +19,7 @@ NUMBERS_OF_A_SLICE = 100_000
 
 
 def transfers_between_slices(module: Module, axes: Axes, slice_axes: Axes, moved: CostOf) -> list[ProgramCollective]:
-    """List the transfers of a program over a mesh with these axes, of which some are between slices, largest first."""
+    """List the transfers between slices, largest first; `slice_axes` are some of the mesh axes."""
     found: dict[tuple[str, Axes], list[tuple[OperationCost, list[str]]]] = {}
     for cost in executed(module, _received):
         attributes, kind = cost.instruction.attributes, TRANSFER.search(cost.instruction.attributes)
@@ -42,7 +42,7 @@ def transfers_between_slices(module: Module, axes: Axes, slice_axes: Axes, moved
 
 
 def _received(_: Computation, one: Instruction) -> int:
-    """Return the bytes that a transfer receives; of a ragged exchange, those of the whole buffer."""
+    """Count the received bytes of a transfer; of a ragged exchange, the bytes of the whole buffer."""
     return one.shapes[0].nbytes if one.opcode == "recv" and TRANSFER.search(one.attributes) else 0
 
 
