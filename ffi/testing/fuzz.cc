@@ -30,7 +30,7 @@ constexpr bool kSanitized = true;
 #else
 constexpr bool kSanitized = false;
 #endif
-constexpr uint64_t kCases = 5000;  // under sanitizers; the nightly run has more, and other ones
+constexpr uint64_t kCases = 5000;   // under sanitizers; the nightly run has more, and other ones
 constexpr uint64_t kCalls = 10000;  // of each handler, by the test of repetition
 
 // Visible to the sanitizers' libraries.

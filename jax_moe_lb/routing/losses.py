@@ -119,7 +119,7 @@ def segment_loss(
         # A mean over no segments would be NaN.
         return jnp.zeros((), scores.dtype)
     num_experts, active = scores.shape[1], (experts != NO_EXPERT).any(1, keepdims=True)
-    # Map negative numbers past the end, so that they are dropped: a negative index would count from the end.
+    # Map negative numbers past the end, to drop them: a negative index would count from the end.
     rows = jnp.where(segments < 0, num_segments, segments)
     columns = jnp.where(experts < 0, num_experts, experts)
     terms = jnp.concatenate([jnp.where(active, scores, 0), active, jnp.ones_like(active)], 1, dtype=scores.dtype)

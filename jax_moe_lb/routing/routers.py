@@ -465,6 +465,6 @@ def updated_bias(bias: Float[Array, "E"], load: Int[Array, "E"], rate: float = 1
 def tokens_per_expert(experts: Int[Array, "B C"], num_experts: int) -> Int[Array, "B E"]:
     """Return the number of occurrences of the experts in the rows, `[B, E]` int32, ignoring ids outside `[0, E)`."""
     lines = jnp.broadcast_to(iota(experts.shape[0])[:, None], experts.shape)
-    # Map negative ids past the end, so that they are dropped: a negative index would count from the end.
+    # Map negative ids past the end, to drop them: a negative index would count from the end.
     columns = jnp.where(experts < 0, num_experts, experts)
     return jnp.zeros((experts.shape[0], num_experts), jnp.int32).at[lines, columns].add(1, mode="drop")
