@@ -12,7 +12,7 @@ from benchmarks.render.results import Record, Table
 
 MARK = re.compile(r"<!-- (?P<kind>table|rows|include|answers): (?P<given>[^\n]+?) -->\n.*?<!-- end -->", re.DOTALL)
 TITLE_OR_COMMENT = re.compile(r"\A# [^\n]*\n|<!--.*?-->\n?", re.DOTALL)
-LINK = re.compile(r"(?<=\]\()(?!\w+:|#)(?P<path>[^)\s#]+)")
+LINK = re.compile(r"(?<=\]\()(?!\w+:)(?P<path>[^)\s#]*)")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Page:
         """Return another page before its first section, without title and comments, with links as in this page."""
 
         def link(match: re.Match[str]) -> str:
-            return posixpath.normpath(posixpath.join(posixpath.dirname(path), match["path"]))
+            return posixpath.normpath(posixpath.join(posixpath.dirname(path), match["path"])) if match["path"] else path
 
         other = self.folder / path
         text = Page(other.parent, self.records).filled(other.read_text())

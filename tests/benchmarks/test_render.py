@@ -169,9 +169,10 @@ def test_a_page_without_a_phrase_or_cell_is_refused(spread_results, old, new, er
 
 def test_an_include_has_the_body_of_a_page_with_its_links(tmp_path, results):
     (tmp_path / "docs").mkdir()
-    body = "Run, see [GPU](how-to/gpu.md#a) and [JAX](https://jax.dev).\n"
+    body = "Run, see [GPU](how-to/gpu.md#a), [words](#words) and [JAX](https://jax.dev).\n"
     (tmp_path / "docs/status.md").write_text(f"# Status\n\n{body}\n## Words\n\nMore.\n\n<!-- numbers\n-->\n")
     text = "Before.\n<!-- include: docs/status.md -->\nold\n<!-- end -->\n"
     once = rendered(text, results, tmp_path)
-    assert once == text.replace("old", body.replace("how-to/", "docs/how-to/").strip())
+    links = body.replace("how-to/", "docs/how-to/").replace("#words", "docs/status.md#words")
+    assert once == text.replace("old", links.strip())
     assert rendered(once, results, tmp_path) == once
