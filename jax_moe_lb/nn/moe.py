@@ -46,6 +46,9 @@ from jax_moe_lb.routing.routers import RouterFunction, router_options, updated_b
 from jax_moe_lb.transport.expert_domains import GatherExpertDomain
 from jax_moe_lb.transport.fsdp import FsdpExperts
 
+# Stack level of warnings at the caller of a module: Flax's metaclass has three frames above `__init__`.
+CALLER = 5
+
 
 class MoE(nnx.Module):
     """A dropless mixture-of-experts layer with load-balanced expert parallelism.
@@ -142,7 +145,7 @@ class MoE(nnx.Module):
         per_token = getattr(router, "num_experts_per_tok", None)
         system = resolve_system(system, num_experts, per_token, topology).replace(transfer=precision.transfer)
         if why := system.no_op_reason(topology, num_experts):
-            warnings.warn(f"the system cannot balance anything: {why}", stacklevel=2)
+            warnings.warn(f"the system cannot balance anything: {why}", stacklevel=CALLER)
         self.router, self.mesh, self.topology, self.system = router, mesh, topology, system
         self.expert_config, self.shared_expert = experts, shared
         self.losses, self.precision = losses, precision
@@ -155,7 +158,7 @@ class MoE(nnx.Module):
 
         options = router_options(router)
         if not options.learns and losses == Losses():
-            warnings.warn(f"the kernel has no gradient, as {type(router).__name__} ignores it", stacklevel=2)
+            warnings.warn(f"the kernel has no gradient, as {type(router).__name__} ignores it", stacklevel=CALLER)
         parameters = Parameters(mesh, rules, precision.param_dtype, kernel_init, rngs)
         self._make_experts(parameters, (num_experts, embed_dim, experts.hidden_dim), options.logit_bias)
         self._make_shared(parameters, embed_dim)
