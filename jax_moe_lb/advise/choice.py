@@ -207,7 +207,8 @@ def system_text(choice: Choice) -> str | None:
 
 def _train(choice: Choice, cluster: Cluster) -> str | None:
     two_tier, system = _is_two_tier(choice), system_text(choice)
-    if system is None:
+    # Meshes of the training program have one node, in which no row uses a rail.
+    if system is None or choice.sprayed:
         return None
     domain = [f"--mesh domain={cluster.ranks_per_domain}"] if choice.replica_slots or choice.relocated else []
     moves = [f"--set relocation.interval={RELOCATE_INTERVAL}"] if choice.relocated and not two_tier else []

@@ -135,7 +135,7 @@ def test_flags_of_simulate_make_the_same_candidate():
     ("choice", "train"),
     [
         (Choice(), "--system plain"),
-        (Choice(sprayed=True), "--system rails"),
+        (Choice(sprayed=True), None),
         (Choice("exact", 2, relayed=True, relocated=True), "--system two_tier:replica_slots=2 --mesh domain=2"),
         (Choice("exact", 2, headroom=1.25), "--system exact:replica_slots=2,headroom=1.25 --mesh domain=2"),
         (
