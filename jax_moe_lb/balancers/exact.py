@@ -42,7 +42,7 @@ class Exact(Balancer):
 
     Args:
         eps: fraction by which the maximum load may be higher to save replicas. 0 costs about one replica per rank; 0.01
-            (default) a third less.
+            (default) more than a quarter less.
         max_fan_out: maximum number of replicas of the experts of one home rank, which sends their weights; `None`
             (default) for no limit.
         localize: if True (default), exchange replicas within the same maximum load to keep more tokens on the rank.

@@ -75,7 +75,7 @@ def greedy(
 ) -> System:
     """Return a system with one greedy planning pass.
 
-    It requires no custom calls. Try it first. With custom calls, CPUs and NVIDIA GPUs plan in C++ on the host.
+    It requires no custom calls. With custom calls, CPUs and NVIDIA GPUs plan in C++ on the host.
 
     Args:
         replica_slots: replica slots per rank; 2 by default.
