@@ -186,7 +186,7 @@ def summary_lines(answer: Advice, judge: Evaluator) -> list[str]:
     room = "" if there is None else f" of {there / 1e9:.1f}"
     return [
         f"Best: {one.choice.name}.",
-        f"Sure: {sure}; {len(answer.alike)} others are as fast. Simulated, not measured.",
+        f"Gain: {sure}; {len(answer.alike)} others are as fast. Simulated, not measured.",
         f"Memory: {total:.1f}{room} GB of a rank for these layers, without attention.",
         f"Code: {system_code(one.choice, _built(one, judge)[1])}; --out layer.py writes the program.",
         f"Next: {_next_best(one, answer)}",
@@ -200,7 +200,7 @@ def _next_best(one: SearchResult, answer: Advice) -> str:
         return "none; no other choice fits into memory."
     other = others[0]
     ratio = float(np.median(other.ratios(one)))
-    why = f"{ratio - 1:.1%} slower" if ratio > 1 else f"{1 - ratio:.1%} faster, too little for its parts"
+    why = f"{ratio - 1:.1%} slower" if ratio > 1 else f"{1 - ratio:.1%} faster, less than its further parts require"
     return f"{other.choice.name}, {why}."
 
 
