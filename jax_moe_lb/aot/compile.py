@@ -256,6 +256,6 @@ def _custom_calls(module: Module) -> dict[str, int]:
 
 
 def _dump(folder: Path, name: str) -> str:
-    """Read the dump of that name of the largest program; empty if the compiler writes none."""
+    """Read the dump of this name of the largest program; empty if the compiler writes none."""
     files = [path for path in folder.iterdir() if re.search(rf"[._\-]{name}\.txt$", path.name)]
     return max((path.read_text() for path in files), key=len, default="")
