@@ -22,7 +22,7 @@ from jax_moe_lb.collectives.one_shot_lists import MOST_BLOCKS
 from jax_moe_lb.layer.systems import System, system_named, system_names
 from jax_moe_lb.transport import AutoDispatch, Direct, Forward, Saved
 
-TARGETS = ("h100:1x8", "h100:2x8", "v5e:2x4")
+TARGETS = ("h100:1x8", "h100:2x8", "v5e:2x4", "v5e:2x4:2")
 SMALL = LayerSizes(hidden=256, inner=128, experts=32, tokens=256, per_token=2)
 TILED = replace(SMALL, tokens=1024)
 """Small sizes with a receive buffer of whole tiles, for which GPUs use kernels of grouped products."""
@@ -31,6 +31,7 @@ SMALL_SYSTEMS = {
     "h100:1x8": {"lplb"},
     "h100:2x8": {"hybridep", "rails"},
     "v5e:2x4": set(),
+    "v5e:2x4:2": set(),
 }
 """Systems compiled at small sizes in every run, beside those of `STEP_MS`; `--nightly` compiles all systems."""
 
@@ -253,7 +254,10 @@ def cases(system: str | None, target: str | None, nightly: bool) -> list[Case]:
         nightly: if True, compile all systems at small sizes, and the cases of `NIGHTLY`.
     """
     small = [
-        Case(on, name, True, SMALL) for on in TARGETS for name in system_names() if nightly or name in SMALL_SYSTEMS[on]
+        Case(on, name, True, SMALL, by_rule=on == TARGETS[-1])
+        for on in TARGETS
+        for name in system_names()
+        if nightly or name in SMALL_SYSTEMS[on]
     ]
     nodes = ("h100:2x8", "h100:4x8") if nightly else ("h100:2x8",)
     small += [Case(on, "exact", True, SMALL, once_per_node=True) for on in nodes]
