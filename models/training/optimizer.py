@@ -33,16 +33,16 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 
 def _direction(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    decay = config.weight_decay
-    if config.name == "adamw":
-        return optax.adamw(schedule, b2=SECOND_DECAY, weight_decay=decay, mask=decays_weights)
-    if config.name == "muon":
-        decays = {"weight_decay": decay, "adam_weight_decay": decay, "adam_b2": SECOND_DECAY}
-        return contrib.muon(schedule, muon_weight_dimension_numbers=_matrices, consistent_rms=MUON_RMS, **decays)
-    rest = optax.add_decayed_weights(decay, decays_weights), optax.scale_by_learning_rate(schedule)
-    if config.name == "adafactor":
-        return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), *rest)
-    return optax.chain(optax.trace(MOMENTUM), *rest)
+    muon = {"muon_weight_dimension_numbers": _matrices, "consistent_rms": MUON_RMS, "adam_b2": SECOND_DECAY}
+    rules = {
+        "adamw": [optax.scale_by_adam(b2=SECOND_DECAY)],
+        # The rate -1 keeps the sign. Muon's own decay of the parameters left to AdamW has no mask.
+        "muon": [contrib.muon(-1.0, **muon)],
+        "adafactor": [optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)],
+        "sgd": [optax.trace(MOMENTUM)],
+    }
+    decay = optax.add_decayed_weights(config.weight_decay, decays_weights)
+    return optax.chain(*rules[config.name], decay, optax.scale_by_learning_rate(schedule))
 
 
 def _names(path: Any) -> tuple[str, ...]:

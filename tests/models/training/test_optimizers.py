@@ -45,6 +45,18 @@ def test_every_optimizer_learns_with_state_of_the_dtype(name, state_dtype):
     assert dtypes == {jnp.dtype(state_dtype)}
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_decays_weights_only(name):
+    """Muon decayed the norms, biases and routers that it leaves to AdamW."""
+    rule = OptimizerConfig(1.0, "constant", warmup_steps=0, weight_decay=0.1, name=name)
+    expected = {"norm": {"scale": 0}, "moe": {"kernel": 0, "kernel_bias": 0, "up": -0.1}, "embed": {"embedding": -0.1}}
+    ones, zeros = (jax.tree.map(lambda _, fill=fill: jnp.full((2, 4), fill), expected) for fill in (1.0, 0.0))
+    optimizer = make_optimizer(dataclasses.replace(CONFIG, optimizer=rule))
+    with jax.numpy_dtype_promotion("standard"):
+        updates, _ = optimizer.update(zeros, optimizer.init(ones), ones)
+    jax.tree.map(np.testing.assert_allclose, updates, expected)
+
+
 @pytest.mark.slow
 def test_small_updates_of_bfloat16_parameters_add_up():
     """Each is below half the distance of two bfloat16 numbers, so that rounding to nearest would lose it."""
