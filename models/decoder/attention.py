@@ -252,7 +252,12 @@ class GroupedAttention(nnx.Module):
         self.temperature = None if self.rotates else config.temperature
 
     def __call__(
-        self, x: Array, positions: Array, cache: Cache | None, segments: Array | None = None
+        self,
+        x: Array,
+        positions: Array,
+        cache: Cache | None,
+        segments: Array | None = None,
+        mask: Array | None = None,
     ) -> tuple[Array, Cache | None]:
         """Apply attention to tokens `[B, T, H]` at `positions`; return outputs and the updated cache."""
         q = self.q(x).reshape(*x.shape[:2], self.config.num_heads, -1)
@@ -263,7 +268,7 @@ class GroupedAttention(nnx.Module):
             q, k = self._normed(q, k)
         if self.rotates:
             # A rotation keeps the norm of a head, so that norms without weights before and after it are equal.
-            q, k = self.config.rope(q, positions), self.config.rope(k, positions)
+            q, k = self.config.rope(q, positions, mask), self.config.rope(k, positions, mask)
         elif self.temperature is not None:
             q = (q * self.temperature(positions)[:, :, None, None]).astype(x.dtype)
         if self.config.norm_after_rope:
@@ -360,7 +365,7 @@ class Indexer(nnx.Module):
     # It has no gradient, so that training leaves it as it is. The authors train it to follow the attention.
 
     def __init__(self, config: DecoderConfig, rank: int, sizes: IndexerSizes, *, rngs: nnx.Rngs) -> None:
-        self.rope, self.sizes = config.rope, sizes
+        self.sizes = sizes
         options: dict[str, Any] = linear_options(config) | {"use_bias": False, "rngs": rngs}
         self.q = Linear(rank, sizes.num_heads * sizes.head_dim, **options)
         self.k = Linear(config.embed_dim, sizes.head_dim, **options)
@@ -368,13 +373,13 @@ class Indexer(nnx.Module):
         self.k_norm = nnx.LayerNorm(sizes.head_dim, epsilon=LATENT_EPS, rngs=rngs, **wide)
         self.weights = Linear(config.embed_dim, sizes.num_heads, **options)
 
-    def __call__(self, x: Array, low: Array, positions: Array) -> Index:
-        """Return the products of tokens `[B, T, H]` and their compressed queries at `positions`."""
+    def __call__(self, x: Array, low: Array, rotated: Callable[[Array], Array]) -> Index:
+        """Return the products of tokens `[B, T, H]` and their compressed queries."""
         x, low = jax.lax.stop_gradient((x, low))
         q = self.q(low).reshape(*x.shape[:2], self.sizes.num_heads, -1)
         k = self.k_norm(self.k(x)).astype(x.dtype)[:, :, None]
         weights = self.weights(x).astype(jnp.float32) * (self.sizes.num_heads * self.sizes.head_dim) ** -0.5
-        found = Index(self.rope(q, positions), self.rope(k, positions)[:, :, 0], weights)
+        found = Index(rotated(q), rotated(k)[:, :, 0], weights)
         return jax.lax.stop_gradient(found)
 
 
@@ -402,18 +407,24 @@ class LatentAttention(nnx.Module):
         self.indexer = None if sizes is None else Indexer(config, rank, sizes, rngs=rngs)
 
     def __call__(
-        self, x: Array, positions: Array, cache: Cache | None, segments: Array | None = None
+        self,
+        x: Array,
+        positions: Array,
+        cache: Cache | None,
+        segments: Array | None = None,
+        mask: Array | None = None,
     ) -> tuple[Array, Cache | None]:
         """Apply attention to tokens `[B, T, H]` at `positions`; return outputs and the updated cache."""
         low = x if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x)).astype(x.dtype)
-        q = self._queries(low, positions)
+        rotated = partial(self.config.rope, positions=positions, mask=mask)
+        q = self._queries(low, rotated)
         if self.config.temperature is not None:
             q = (q * self.config.temperature(positions)[:, :, None, None]).astype(x.dtype)
         small, turning = jnp.split(self.kv_down(x), [self.latent.kv_rank], -1)
         # The rotated part is a single head, shared by all query heads, without a norm.
-        turned = self.config.rope(turning[:, :, None], positions)[:, :, 0]
+        turned = rotated(turning[:, :, None])[:, :, 0]
         small = self.kv_norm(small).astype(x.dtype)
-        index = None if self.indexer is None else self.indexer(x, low, positions)
+        index = None if self.indexer is None else self.indexer(x, low, rotated)
         if cache is not None:
             new = turned if index is None else jnp.concatenate([turned, index.k.astype(turned.dtype)], -1)
             cache = small, turned = remember(cache, (small, new), positions)
@@ -433,10 +444,10 @@ class LatentAttention(nnx.Module):
         y = checkpoint_name(y, "attention")
         return self.out(y.reshape(*x.shape[:2], -1)), cache
 
-    def _queries(self, low: Array, positions: Array) -> Array:
+    def _queries(self, low: Array, rotated: Callable[[Array], Array]) -> Array:
         heads = self.q_up(low).reshape(*low.shape[:2], self.config.num_heads, -1)
         plain, turning = jnp.split(heads, [self.latent.plain_dim], -1)
-        return jnp.concatenate([plain, self.config.rope(turning, positions)], -1)
+        return jnp.concatenate([plain, rotated(turning)], -1)
 
     def _keys_and_values(self, small: Array, turned: Array) -> tuple[Array, Array]:
         sizes = self.latent.plain_dim, self.latent.value_dim

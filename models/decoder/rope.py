@@ -67,12 +67,13 @@ class Rope:
         divided = np.clip((np.arange(self.dim // 2) - low) / max(high - low, 1e-3), 0, 1)
         return plain / self.factor * divided + plain * (1 - divided)
 
-    def __call__(self, x: Array, positions: Array) -> Array:
+    def __call__(self, x: Array, positions: Array, mask: Array | None = None) -> Array:
         """Rotate the first `dim` channels of `x`, `[B, T, N, C]`, by int32 positions `[B, T]`."""
+        # Padding, for which `mask` is False, does not make a sequence longer.
         # For interleaved pairs, the output has the first channel of all pairs, then the second. Queries and keys are
         # permuted alike, so scores do not change.
         # bfloat16 cannot represent integers between 256 and 258, so angles are float32.
-        frequencies, factor = self._of_sequences(positions)
+        frequencies, factor = self._of_sequences(positions, mask)
         angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies[:, None, None]
         sin, cos = jnp.sin(angles) * factor, jnp.cos(angles) * factor
         wide = x[..., : self.dim].astype(jnp.float32)
@@ -81,9 +82,9 @@ class Rope:
         turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1).astype(x.dtype)
         return jnp.concatenate([turned, x[..., self.dim :]], -1) if self.dim < x.shape[-1] else turned
 
-    def _of_sequences(self, positions: Array) -> tuple[Array, Array | float]:
+    def _of_sequences(self, positions: Array, mask: Array | None) -> tuple[Array, Array | float]:
         """Return the frequencies `[1 or B, dim / 2]` and the factor on queries and keys, a scalar or `[B, 1, 1, 1]`."""
-        del positions
+        del positions, mask
         return jnp.asarray(self.frequencies())[None], self.attention_factor
 
 
@@ -106,8 +107,8 @@ class LongRope(Rope):
             if len(factors) != self.dim // 2 or min(factors) <= 0:
                 raise ValueError(f"{name} has {len(factors)} numbers; expected {self.dim // 2} positive ones")
 
-    def _of_sequences(self, positions: Array) -> tuple[Array, Array | float]:
-        is_long = positions.max(1) >= self.original_positions
+    def _of_sequences(self, positions: Array, mask: Array | None) -> tuple[Array, Array | float]:
+        is_long = (positions if mask is None else jnp.where(mask, positions, 0)).max(1) >= self.original_positions
         short, long = (
             self.frequencies() / np.asarray(factors, np.float32) for factors in (self.short_factors, self.long_factors)
         )

@@ -1,10 +1,20 @@
 """Rotary positions of long sequences."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from jax_moe_lb import plain
+from models.architectures.config_json import Fields
+from models.architectures.registry import configured
+from models.config import ParallelConfig
+from models.decoder.model import Decoder
 from models.decoder.rope import LongRope, Rope
+from models.mesh import make_mesh
+from models.tiny_checkpoint import tiny_config
 
 LONG = LongRope(
     4,
@@ -25,6 +35,20 @@ def test_a_sequence_longer_than_the_original_ones_has_the_long_factors():
         turned = (x[line, :, 0, :2] + 1j * x[line, :, 0, 2:]) * np.exp(1j * angles) * scale
         got = LONG(jnp.asarray(x), jnp.asarray(positions, jnp.int32))[line, :, 0]
         np.testing.assert_allclose(got, np.concatenate([turned.real, turned.imag], -1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_padding_makes_no_sequence_long():
+    """A short prompt took the long factors beside a long one."""
+    config = configured(Fields(tiny_config("phimoe")))
+    half = config.head_dim // 2
+    rope = LongRope(2 * half, original_positions=5, short_factors=(1.0,) * half, long_factors=(4.0,) * half)
+    config = dataclasses.replace(config, num_layers=1, rope=rope)
+    model = Decoder(config, mesh=make_mesh(ParallelConfig()), system=plain(), rngs=nnx.Rngs(0))
+    tokens, run = jnp.arange(16, dtype=jnp.int32).reshape(2, 8), nnx.jit(lambda *given: given[0](*given[1:])[0])
+    padded = run(model, tokens, jnp.arange(8)[None] < jnp.array([5, 8])[:, None])
+    np.testing.assert_allclose(padded[0, :5], run(model, tokens[:1, :5])[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(padded[1], run(model, tokens)[1], rtol=1e-4, atol=1e-5)
 
 
 def test_a_sequence_has_the_long_factors_of_all_channels():
