@@ -402,7 +402,7 @@ class Corpus:
         rows = []
         for part, count in zip(parts, np.diff(ends, prepend=0), strict=True):
             held_out = part.sequences(True, sequence_length)
-            rows += [held_out[int(i)] for i in np.linspace(0, len(held_out) - 1, count).astype(int)]
+            rows += [held_out[int(i)] for i in np.arange(count) * len(held_out) // count]
         return np.split(np.stack(rows), num_batches)
 
     def check_length(self, sequence_length: int) -> None:

@@ -34,6 +34,7 @@ from jax_moe_lb.planners import moved_experts
 from models.config import RelocationConfig, TrainConfig
 from models.console import show
 from models.data.corpus import Batches, Corpus, place_rows, rows_here
+from models.data.marks import num_predicted
 from models.mesh import batch_sharding, make_mesh, make_system, place_batch
 from models.multi_process.stalls import Progress
 from models.multi_process.stragglers import StragglerMonitor
@@ -447,10 +448,13 @@ def _batches(run: Run) -> Batches:
 
 
 def _validation(run: Run) -> Callable[[nnx.State], float]:
-    config = run.config
+    """Return a function from a state to its loss per predicted token of all validation batches."""
+    config, evaluate = run.config, run.programs.evaluate
     sizes = (config.validation.batches, config.batch.size, config.batch.sequence_length)
-    batches = [place_batch(batch, run.mesh) for batch in run.corpus.validation_batches(*sizes)]
-    return lambda state: float(np.mean([float(run.programs.evaluate(state, batch)) for batch in batches]))
+    batches = run.corpus.validation_batches(*sizes)
+    counts = [float(num_predicted(jax.device_put(batch))[0]) for batch in batches]
+    placed = [place_batch(batch, run.mesh) for batch in batches]
+    return lambda state: float(np.average([float(evaluate(state, batch)) for batch in placed], weights=counts))
 
 
 def _finish(run: Run, others: dict[str, float], tell: Tell) -> dict:

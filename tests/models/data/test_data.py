@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -81,6 +82,16 @@ def test_parts_take_turns_by_weight():
     assert corpus.source == "75% a, 25% b"
     other = Corpus((parts[0], Part(parts[1].streams, 2.0, "b")), vocab_size=6000)
     assert len({corpus.fingerprint, other.fingerprint, Corpus(parts[:1]).fingerprint}) == 3
+
+
+@pytest.mark.parametrize("num_rows", [2, 5, 32, 100])
+def test_validation_weighs_rows_alike(num_rows):
+    """The last row was read once, and others up to 31 times."""
+    corpus = Corpus((Part((replace(numbered(num_rows * 10 + 1), is_split=False),), 1.0, ""),), vocab_size=2000)
+    rows = unmarked(np.concatenate(corpus.validation_batches(4, 8, 10)))[:, 0]
+    _, counts = np.unique(rows, return_counts=True)
+    assert len(counts) == min(num_rows, 32)
+    assert counts.max() - counts.min() <= 1
 
 
 @pytest.fixture

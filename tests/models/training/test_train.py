@@ -2,6 +2,7 @@ import dataclasses
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,11 +14,12 @@ from jax_moe_lb import router_loss
 from models import config as presets
 from models.config import ParallelConfig
 from models.data.corpus import Corpus
+from models.data.marks import CONTEXT
 from models.mesh import make_mesh, make_system, place_batch
 from models.run_folder.checkpoints import Checkpoints
 from models.run_folder.metrics import RunFolder, router_losses
 from models.train import app
-from models.training.loop import prepare
+from models.training.loop import _validation, prepare
 from models.training.optimizer import make_schedule
 from models.training.step import make_programs
 from tests.models.reference_loss import next_token_loss
@@ -95,6 +97,14 @@ def test_the_recorded_norm_is_that_of_the_gradients():
     # If experts are used evenly, the loss is its coefficient.
     assert 0.09 < row["aux_loss"] < 0.15
     assert row["z_loss"] == float(np.asarray(stats.z_loss).mean()) > 0.05
+
+
+def test_validation_weighs_batches_by_their_predicted_tokens():
+    batches = [np.array([[1, 2, 3]] * 8, np.int32), np.array([[1, 2 + CONTEXT, 3]] * 8, np.int32)]
+    corpus = SimpleNamespace(validation_batches=lambda *sizes: batches)
+    programs = SimpleNamespace(evaluate=lambda losses, batch: next(losses))
+    given = SimpleNamespace(config=CONFIG, corpus=corpus, programs=programs, mesh=make_mesh(ParallelConfig()))
+    assert _validation(given)(iter([1.0, 4.0])) == pytest.approx(2.0)
 
 
 def test_epochs_give_the_steps(command_line, monkeypatch):
