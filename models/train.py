@@ -294,8 +294,9 @@ def _tokenizer(config: TrainConfig, fixed: Variables, limits: FileLimits) -> tup
         return Bytes() if path is None else TokenizerFile(Path(path), limits), None
     ends = end_tokens(folder, limits)
     file = folder / "tokenizer.json" if path is None else Path(path)
-    chat = ChatTemplate(folder, limits, config.data.answers, fixed) if has_chat_template(folder, limits) else None
-    return TokenizerFile(file, limits, ends[0] if ends else None), chat
+    words, answers = TokenizerFile(file, limits, ends[0] if ends else None), config.data.answers
+    has_chat = has_chat_template(folder, limits)
+    return words, ChatTemplate(folder, limits, answers, fixed, words.tokenizer) if has_chat else None
 
 
 def _place(distributed: bool, processes: MultiProcessConfig) -> Place | None:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.checks import shown
@@ -57,12 +58,18 @@ class ChatTemplate:
     """Chat template and tokenizer of a checkpoint; files that cannot be read, or an invalid template, are refused."""
 
     # The template is a Jinja program in `chat_template.jinja` or in `tokenizer_config.json`. `fixed` are variables for
-    # all conversations, which override the variables of one.
+    # all conversations, which override the variables of one. `tokenizer` replaces that of the checkpoint.
 
     def __init__(
-        self, folder: Path, limits: FileLimits = FileLimits(), answers: str = "all", fixed: Variables = NO_VARIABLES
+        self,
+        folder: Path,
+        limits: FileLimits = FileLimits(),
+        answers: str = "all",
+        fixed: Variables = NO_VARIABLES,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
-        self.tokenizer, self.answers, self.fixed = read_tokenizer(folder / "tokenizer.json", limits), answers, fixed
+        self.tokenizer = read_tokenizer(folder / "tokenizer.json", limits) if tokenizer is None else tokenizer
+        self.answers, self.fixed = answers, fixed
         settings = read_settings(folder / SETTINGS, limits)
         self.special = {name: _text(value) for name, value in settings.items() if name.endswith("_token")}
         source = _source(folder, settings, limits)

@@ -9,9 +9,10 @@ import pytest
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
+from jax_moe_lb.core import FileLimits
 from models import train
 from models.architectures.registry import ARCHITECTURES
-from models.config import ModelConfig, ParallelConfig
+from models.config import DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from models.data.sources import corpus_from
 from models.data.tokenizers import TokenizerFile
 from models.mesh import make_mesh
@@ -148,6 +149,14 @@ def test_adapters_alone_are_trained_and_merged(checkpoint):
     model = from_pretrained(folder.model, make_mesh(ParallelConfig(1, 4)))
     loss = jax.jit(lambda tokens: next_token_loss(model, tokens)[0])(jnp.asarray(batch))
     assert float(loss) == pytest.approx(folder.rows("validation")[-1]["loss"], abs=1e-4)
+
+
+def test_the_given_tokenizer_reads_conversations(checkpoint):
+    (checkpoint / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    other = (checkpoint / "tokenizer.json").rename(checkpoint.parent / "other.json")
+    config = TrainConfig(model=ModelConfig(checkpoint=str(checkpoint)), data=DataConfig(tokenizer=str(other)))
+    words, chat = train._tokenizer(config, {}, FileLimits())
+    assert chat.prompt([{"role": "user", "content": "abc"}]) == words.tokens(b"abc")[:3].tolist()
 
 
 @pytest.mark.thorough
