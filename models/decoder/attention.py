@@ -252,12 +252,7 @@ class GroupedAttention(nnx.Module):
         self.temperature = None if self.rotates else config.temperature
 
     def __call__(
-        self,
-        x: Array,
-        positions: Array,
-        cache: Cache | None,
-        segments: Array | None = None,
-        mask: Array | None = None,
+        self, x: Array, positions: Array, cache: Cache | None, segments: Array | None = None, mask: Array | None = None
     ) -> tuple[Array, Cache | None]:
         """Apply attention to tokens `[B, T, H]` at `positions`; return outputs and the updated cache."""
         q = self.q(x).reshape(*x.shape[:2], self.config.num_heads, -1)
@@ -407,12 +402,7 @@ class LatentAttention(nnx.Module):
         self.indexer = None if sizes is None else Indexer(config, rank, sizes, rngs=rngs)
 
     def __call__(
-        self,
-        x: Array,
-        positions: Array,
-        cache: Cache | None,
-        segments: Array | None = None,
-        mask: Array | None = None,
+        self, x: Array, positions: Array, cache: Cache | None, segments: Array | None = None, mask: Array | None = None
     ) -> tuple[Array, Cache | None]:
         """Apply attention to tokens `[B, T, H]` at `positions`; return outputs and the updated cache."""
         low = x if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x)).astype(x.dtype)

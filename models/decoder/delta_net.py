@@ -116,10 +116,11 @@ class GatedDeltaNet(nnx.Module):
         self.out = linear(heads * sizes.value_dim, config.embed_dim)
 
     def __call__(
-        self, x: Array, mask: Array | None, cache: Cache | None, segments: Array | None = None
+        self, x: Array, positions: Array, cache: Cache | None, segments: Array | None = None, mask: Array | None = None
     ) -> tuple[Array, Cache | None]:
         """Apply the network to tokens `[B, T, H]`; return outputs and the updated cache."""
         # Masked tokens, after the others of a sequence, change neither state nor convolution.
+        del positions
         if mask is None:
             mask = jnp.ones(x.shape[:2], bool)
         if segments is None:

@@ -111,10 +111,7 @@ class DecoderBlock(nnx.Module):
         if positions is None:
             positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
         between = _normed(self.attention_norm, x, is_here=not self.norm_after)
-        if isinstance(self.attention, GatedDeltaNet):
-            y, new = self.attention(between, mask, cache, segments)
-        else:
-            y, new = self.attention(between, positions, cache, segments, mask)
+        y, new = self.attention(between, positions, cache, segments, mask)
         y = _normed(self.attention_norm, y, is_here=self.norm_after)
         x = checkpoint_name(x + scaled(y, self.residual_scale), "stream")
         between = _normed(self.moe_norm, x, is_here=not self.norm_after)

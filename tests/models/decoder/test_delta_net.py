@@ -110,7 +110,7 @@ def test_packed_sequences_equal_separate_ones(network):
     """The state and the convolution start anew."""
     x = jax.random.normal(jax.random.key(0), (1, 12, 32))
     segments = jnp.asarray([[0] * 5 + [1] + [2] * 4 + [-1] * 2], jnp.int32)
-    packed = network(x, segments >= 0, None, segments)[0]
+    packed = network(x, None, None, segments, segments >= 0)[0]
     for part in (slice(0, 5), slice(5, 6), slice(6, 10)):
         np.testing.assert_allclose(packed[:, part], network(x[:, part], None, None)[0], rtol=1e-4, atol=1e-5)
 
@@ -122,7 +122,7 @@ def test_decoding_equals_the_whole_sequence(network):
     whole = network(x, None, None)[0]
     mask = jnp.arange(5)[None] < lengths[:, None]
     padded = jnp.where(mask[..., None], x[:, :5], 7.0)
-    first, cache = network(padded, mask, network.empty_cache(2, 0))
+    first, cache = network(padded, None, network.empty_cache(2, 0), mask=mask)
     np.testing.assert_allclose(first[0, :4], whole[0, :4], rtol=1e-4, atol=1e-5)
     for step in range(4):
         at = lengths + step
