@@ -18,7 +18,7 @@ from jax_moe_lb.core.file_limits import LimitError
 from jax_moe_lb.layer.systems import system_named
 from jax_moe_lb.nn import expert_bytes
 from jax_moe_lb.planners import moved_experts, plan_relocation
-from models.config import BatchConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from models.config import BatchConfig, DataConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from models.mesh import make_system
 from models.run_folder.checkpoints import steps_in
 from models.run_folder.files import misplacement
@@ -146,4 +146,6 @@ def _fixed(described: dict) -> dict:
     optimizer = OptimizerConfig(**config["optimizer"])
     fixed |= {"optimizer.name": optimizer.name, "optimizer.state_dtype": optimizer.state_dtype}
     fixed |= {f"lora.{key}": value for key, value in dataclasses.asdict(LoraConfig(**config.get("lora", {}))).items()}
+    # The model of a checkpoint attends within documents or not.
+    fixed["data.within_documents"] = DataConfig(**config.get("data", {})).within_documents
     return fixed | {"seed": config["seed"], "data": described["data"]["fingerprint"]}

@@ -128,6 +128,7 @@ def test_a_default_that_is_named_is_the_default(copied):
     config = json.loads(RunFolder(copied).config.read_text())
     for option in ("compute_dtype", "z_loss"):
         del config["config"]["model"][option]
+    del config["config"]["data"]["within_documents"]
     RunFolder(copied).config.write_text(json.dumps(config))
     same = dataclasses.replace(CONFIG, parallel=ParallelConfig(replica_slots=2, ranks_per_domain=8))
     run = prepare(same, CORPUS, copied, resume=True)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from jax_moe_lb import router_loss
 from models import config as presets
-from models.config import ParallelConfig
+from models.config import DataConfig, ParallelConfig
 from models.data.corpus import Corpus
 from models.data.marks import CONTEXT
 from models.mesh import make_mesh, make_system, place_batch
@@ -177,6 +177,7 @@ def test_resume_refuses_what_would_not_continue(trained_run):
     for change, message in [
         ({"batch": dataclasses.replace(CONFIG.batch, size=24)}, "batch.size is 24; expected 16"),
         ({"model": dataclasses.replace(CONFIG.model, mlp_dim=32)}, "model.mlp_dim is 32; expected 16"),
+        ({"data": DataConfig(within_documents=False)}, "data.within_documents is False; expected True"),
         ({"steps": 7}, "steps is 7; expected at least 8"),
     ]:
         with pytest.raises(ValueError, match=message):
