@@ -96,7 +96,10 @@ def train(
                 typer.echo(settings.list_keys(updated(base, in_file)))
                 raise typer.Exit
             given = layered(in_file, _given(system, mesh, steps, seed, assignments or ()))
-            if "checkpoint" in given.get("model", {}):
+            if "checkpoint" in (model := given.get("model", {})):
+                if base.model.checkpoint not in (None, model["checkpoint"]):
+                    other = model["checkpoint"]
+                    raise ValueError(f"model.checkpoint is {other!r}; expected none besides CONFIG {config!r}")
                 base = TUNING
             asked = TrainArgs(
                 config, base, given, epochs, data or [], template_set or [], run_dir, resume, overwrite, limits

@@ -179,6 +179,7 @@ def test_routing_biases_move_and_the_trace_is_recorded(tmp_path):
     ("options", "message"),
     [
         (["--set", "model.num_layers=2"], "model.num_layers is 2; expected none with a checkpoint"),
+        (["--set", "model.checkpoint=other"], "model.checkpoint is 'other'; expected none besides CONFIG '"),
         (["--set", "relocation.interval=2"], "relocation.interval is 2; expected none with a checkpoint"),
         (["--set", "model.bias_rate=0.1"], "model.bias_rate is 0.1; expected 0, as the model has no routing biases"),
         (["--set", "model.further_weight=0.1"], "predict_further is True; expected False"),
