@@ -178,6 +178,11 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLogg
         recorder = Recorder(run.folder, step + 1, layout, writes=writes, tell=tell, watch=watcher.tell)
         save = partial(_save, run, checkpoints, recorder, LiveReport(run.folder, others))
         pace = StragglerMonitor(tell)
+        if step == config.steps:
+            # All processes validate, and one that reads files records it, unless the run had ended at this step.
+            validation_loss = validate(state)
+            if not any(row["step"] == step for row in run.folder.rows("validation")):
+                recorder.validation(step, validation_loss)
         while step < config.steps and not stop.requested():
             step += 1
             watcher.before(step)

@@ -15,7 +15,7 @@ from models.run_folder.files import CHECKSUMS, write_checksums
 from models.run_folder.metrics import RunFolder
 from models.training.loop import execute, prepare
 from tests.models.kill_training import STEPS_PER_KILL, finish, kill_and_compare, start, wait_for_steps
-from tests.models.small import CONFIG, CORPUS
+from tests.models.small import CONFIG, CORPUS, run
 
 pytestmark = pytest.mark.slow
 
@@ -352,6 +352,16 @@ def test_a_finished_run_without_readable_counts_is_resumed_with_a_line(copied, c
     assert result.exit_code == 0, result.output
     assert "counts in 'runs/tiny/counts.npz' cannot be read" in result.stdout
     assert "report.html is not written" in result.stdout
+
+
+@pytest.mark.parametrize("kept", [[4], [4, 8]], ids=["stopped", "finished"])
+def test_a_run_that_goes_on_to_its_own_step_is_validated_once(copied, kept):
+    folder = RunFolder(copied)
+    rows = folder.rows("validation")
+    lines = [line for line in folder.metrics.read_text().splitlines(True) if '"kind": "validation"' not in line]
+    folder.metrics.write_text("".join([*lines, *(json.dumps(row) + "\n" for row in rows if row["step"] in kept)]))
+    assert run(CONFIG, copied, resume=True)["validation_loss_nats"] == pytest.approx(rows[-1]["loss"])
+    assert [row["step"] for row in folder.rows("validation")] == [4, 8]
 
 
 @pytest.mark.thorough
