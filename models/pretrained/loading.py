@@ -66,10 +66,7 @@ def load_state(
     # Each process reads its shards alone, slice by slice, and copies each slice to its devices before it reads the
     # next.
     wanted = by_path(placed_shapes(shapes, state_shardings(shapes, mesh)))
-    with_fields = Fields(config.source, limits)
-    tensors = TensorFolder(folder, limits, text_name if config.text_of else None)
-    weights = CheckpointWeights(tensors, with_fields)
-    pieces = checked_pieces(weights, config, layouts_in_file(config))
+    weights, pieces = checked_weights(folder, config, limits)
     own = (piece for piece in pieces if not piece.is_copy)
     parts = grouped(piece.in_stack(stacks, config.num_layers) if stacks else piece for piece in own)
     # XLA drops the unused parameters of this program.
@@ -83,6 +80,15 @@ def load_state(
         if path not in others:
             values[path] = placed(weights, parts[_parameter(path)], shape)
     return jax.tree.unflatten(jax.tree.structure(shapes), [values[path] for path in wanted])
+
+
+def checked_weights(
+    folder: Path, config: DecoderConfig, limits: FileLimits
+) -> tuple[CheckpointWeights, list[ParameterSlice]]:
+    """Open the files of a checkpoint, and return its tensors and the slices of the model in them."""
+    tensors = TensorFolder(folder, limits, text_name if config.text_of else None)
+    weights = CheckpointWeights(tensors, Fields(config.source, limits))
+    return weights, checked_pieces(weights, config, layouts_in_file(config))
 
 
 def _parameter(path: str) -> str:

@@ -39,7 +39,7 @@ from models.mesh import batch_sharding, make_mesh, make_system, place_batch
 from models.multi_process.stalls import Progress
 from models.multi_process.stragglers import StragglerMonitor
 from models.pretrained.adapters import save_adapters
-from models.pretrained.loading import load_state
+from models.pretrained.loading import checked_weights, load_state
 from models.pretrained.saving import save_pretrained
 from models.run_folder.checkpoints import (
     CheckpointMetadata,
@@ -109,8 +109,12 @@ def prepare(
     with in_section("parallel"):
         system = make_system(config.parallel)
     source = source_of(config.model, limits)
-    if source is not None and source.folder is not None and source.folder.absolute() == run_dir.absolute():
-        raise ValueError(f"run_dir is {str(run_dir)!r}, the folder of the checkpoint; expected another folder")
+    if source is not None and source.folder is not None:
+        if source.folder.absolute() == run_dir.absolute():
+            raise ValueError(f"run_dir is {str(run_dir)!r}, the folder of the checkpoint; expected another folder")
+        if config.lora.rank or not resume:
+            # A resumed run reads only frozen parameters of it again.
+            checked_weights(source.folder, source.config, limits)
     for line in source.noise if source is not None else ():
         tell(line)
     programs = make_programs(config, mesh, system, source.config if source else None, has_padding=corpus.has_padding)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from jax_moe_lb.core import FileLimits
@@ -214,6 +214,25 @@ def test_a_run_is_not_written_into_its_checkpoint(checkpoint):
     result = CliRunner().invoke(train.app, [*map(str, arguments), "--mesh", "expert=4"])
     assert (result.exit_code, sorted(checkpoint.iterdir())) == (2, before)
     assert f"--run-dir is {checkpoint}; expected another path than CONFIG {checkpoint}" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("missing", "message"), [(0, "model.safetensors: "), (1, "missing: ")], ids=["truncated", "incomplete"]
+)
+def test_a_bad_checkpoint_touches_nothing(checkpoint, missing, message):
+    file, run = checkpoint / "model.safetensors", checkpoint.parent / "run"
+    save_file(dict(list(load_file(file).items())[missing:]), file)
+    if not missing:
+        file.write_bytes(file.read_bytes()[:-1])
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    before = sorted(checkpoint.parent.rglob("*"))
+    arguments = [checkpoint, "--data", checkpoint.parent / "text", "--run-dir", run, "--overwrite", *SMALL]
+    result = CliRunner().invoke(train.app, [*map(str, arguments), "--mesh", "expert=4"])
+    assert (result.exit_code, sorted(checkpoint.parent.rglob("*"))) == (2, before)
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.thorough
