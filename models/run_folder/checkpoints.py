@@ -214,8 +214,10 @@ def restore_newest(
     layout: dict[str, Any] | None = None,
     limits: FileLimits = FileLimits(),
     run_id: str | None = None,
+    moved: Callable[[], nnx.State] | None = None,
 ) -> tuple[int, nnx.State, CheckpointMetadata]:
     """Restore the newest intact checkpoint; return its step, state and metadata."""
+    # `moved` returns the shapes of a checkpoint with relocated experts, if they are not `shapes`.
     # A checkpoint saved at another step or by another run is damaged.
     with Checkpoints(folder, limits=limits) as checkpoints:
         for step in steps_in(folder):
@@ -225,7 +227,9 @@ def restore_newest(
                 try:
                     kept = checkpoints.read_kept(step)
                     same_mesh = layout is None or layout == kept.layout
-                    return step, checkpoints.restore(step, shapes, init, same_mesh=same_mesh), kept
+                    has_homes = (folder / str(step) / "homes").exists()
+                    wanted = moved() if moved is not None and has_homes else shapes
+                    return step, checkpoints.restore(step, wanted, init, same_mesh=same_mesh), kept
                 except Exception as error:
                     # With matching checksums, the state belongs to another model; without checksums, the files may be
                     # damaged.

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO
@@ -384,20 +384,24 @@ def _resumed(run: Run, tell: Tell) -> Run:
 
 def _restored(run: Run, layout: dict[str, Any], tell: Tell) -> tuple[int, nnx.State, CheckpointMetadata]:
     """Restore the newest checkpoint; without relocation, return relocated experts to their initial places."""
-    config, programs, folder = run.config, run.programs, run.folder.checkpoints
-    moves = config.relocation.interval is not None
-    before = run.folder.described()["config"].get("relocation", {})
-    rest = (layout, run.folder.limits, run.folder.run_id)
-    if moves or not before.get("interval"):
-        # The frozen parameters of a run with adapters are those of its base.
-        init = partial(_begun, run) if config.lora.rank else programs.init
-        return restore_newest(folder, programs.state_shapes, tell, init, *rest)
-    parallel = dataclasses.replace(config.parallel, system="plain", replica_slots=None, headroom=None)
-    config = dataclasses.replace(config, relocation=RelocationConfig(interval=1), parallel=parallel)
-    moving = make_programs(config, run.mesh, make_system(parallel))
-    step, state, kept = restore_newest(folder, moving.state_shapes, tell, moving.init, *rest)
+    config, programs, folder = run.config, run.programs, run.folder
+
+    @cache
+    def relocating() -> Programs:
+        parallel = dataclasses.replace(config.parallel, system="plain", replica_slots=None, headroom=None)
+        moving = dataclasses.replace(config, relocation=RelocationConfig(interval=1), parallel=parallel)
+        return make_programs(moving, run.mesh, make_system(parallel))
+
+    # The frozen parameters of a run with adapters are those of its base.
+    init = partial(_begun, run) if config.lora.rank else programs.init
+    moved = None if config.relocation.interval is not None else lambda: relocating().state_shapes
+    step, state, kept = restore_newest(
+        folder.checkpoints, programs.state_shapes, tell, init, layout, folder.limits, folder.run_id, moved
+    )
+    if moved is None or not parts(state)["homes"]:
+        return step, state, kept
     # Use the homes as the permutation: the expert moved to a place is the one initially there.
-    state = moving.move(state, per_layer(state, "homes"))
+    state = relocating().move(state, per_layer(state, "homes"))
     return step, without_homes(programs.state_shapes, state, programs.init), kept
 
 

@@ -128,6 +128,8 @@ def test_experts_that_moved_come_home_for_a_system_that_remembers_loads(tmp_path
     assert (given["parallel"]["system"], given["parallel"]["expert_parallel"]) == ("eplb", 4)
     assert not given["relocation"]
     config = dataclasses.replace(CONFIG, parallel=ParallelConfig(1, 4, "eplb"))
+    # As after an earlier resumption that ended before its first checkpoint.
+    folder.config.write_text(json.dumps({"config": dataclasses.asdict(config)}))
     found = programs(config)
     run = Run(config, CORPUS, folder, None, make_mesh(config.parallel), found, None, None, 0, None, {})
     step, state, _ = _restored(run, layout_of(config.parallel), print)
