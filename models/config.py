@@ -1,9 +1,10 @@
 """Configuration and presets of training runs."""
 
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Annotated, Any
 
-from jax_moe_lb.core.checks import Count, Least, Natural, NonNegative, Positive, checked_fields
+from jax_moe_lb.core.checks import Count, Least, Natural, NonNegative, Positive, checked_fields, shown
 from jax_moe_lb.layer import CHECKPOINT_NAMES
 from jax_moe_lb.layer.system import DISPATCHES
 
@@ -167,9 +168,15 @@ class DataConfig:
     validation: Annotated[str | None, "path of held-out data; `None` holds out a part of the training data"] = None
     within_documents: Annotated[bool, "attention of a checkpoint's model stays within a document"] = True
     answers: Annotated[str, 'answers of a conversation to learn: "all", or "last" after the last user message'] = "all"
+    now: Annotated[str | None, "time that a chat template sees, YYYY-MM-DDTHH:MM:SS; `None`: start of the run"] = None
 
     def __post_init__(self) -> None:
         require_one_of("answers", self.answers, ANSWERS)
+        try:
+            if self.now is not None:
+                datetime.fromisoformat(self.now)
+        except ValueError as error:
+            raise ValueError(f"now is {shown(self.now)}; expected a time such as 2026-11-28T12:00:00") from error
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -99,7 +100,7 @@ def train(
             if "checkpoint" in (model := given.get("model", {})):
                 if base.model.checkpoint not in (None, model["checkpoint"]):
                     other = model["checkpoint"]
-                    raise ValueError(f"model.checkpoint is {other!r}; expected none besides CONFIG {config!r}")
+                    raise ValueError(f"model.checkpoint is {other!r}; expected none beside CONFIG {config!r}")
                 base = TUNING
             asked = TrainArgs(
                 config, base, given, epochs, data or [], template_set or [], run_dir, resume, overwrite, limits
@@ -153,6 +154,7 @@ class TrainArgs:
         before = RunFolder(folder, self.limits)
         resume = self._continues(before, place)
         config = self._configured(as_before(before, self.given) if resume else self.given)
+        config = _with_time(config, place)
         corpus = _corpus(config, self.data, self.template_set, self.limits)
         config = self._for_epochs(config, corpus)
         offer_cpu_devices(max(config.parallel.num_shards // (place.num_processes if place else 1), 1))
@@ -273,8 +275,25 @@ def _carry_out(
         raise UserError(in_words(error)) from error
 
 
+def _with_time(config: TrainConfig, place: Place | None) -> TrainConfig:
+    """Return the configuration with the local time of process 0, unless it has a time or no chat template."""
+    # Encode the local time as if it were UTC, as other processes may be in another time zone.
+    seconds = int(datetime.now().replace(tzinfo=UTC).timestamp())
+    if place is not None:
+        # Share it in any case: `agree` reports later that processes have different options.
+        seconds = shared_number(place, Store(), "now", seconds)
+    if config.model.checkpoint is None or config.data.now is not None:
+        return config
+    now = datetime.fromtimestamp(seconds, UTC).replace(tzinfo=None).isoformat()
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, now=now))
+
+
 def _corpus(config: TrainConfig, data: list[str], template_set: list[str], limits: FileLimits) -> Corpus:
-    tokenizer, chat = _tokenizer(config, read_variables(template_set), limits)
+    variables = read_variables(template_set)
+    if config.data.now is not None:
+        # Both renderers have a function of this name, which this variable replaces.
+        variables = {"strftime_now": datetime.fromisoformat(config.data.now).strftime} | variables
+    tokenizer, chat = _tokenizer(config, variables, limits)
     if template_set and chat is None:
         raise ValueError(f"template_set is {template_set[0]!r}; expected a checkpoint with a chat template")
     options: dict[str, Any] = {"vocab_size": config.model.vocab_size, "text_field": config.data.text_field}

@@ -44,11 +44,12 @@ def layout_of(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def as_before(folder: RunFolder, given: Given) -> Given:
-    """Add the mesh, system and relocation of the run to resume to the given fields."""
+    """Add the mesh, system, relocation and time of the run to resume to the given fields."""
     parallel_given = given.get("parallel", {})
     try:
         before = folder.described()["config"]
         parallel, moves = dict(before["parallel"]), dict(before.get("relocation", {}))
+        data = {"now": now} if (now := before.get("data", {}).get("now")) else {}
     except (OSError, AttributeError, KeyError, TypeError, ValueError):
         return given
     system = parallel_given.get("system", parallel.get("system"))
@@ -62,7 +63,7 @@ def as_before(folder: RunFolder, given: Given) -> Given:
     if parallel_given.get("stages", parallel.get("stages")) != parallel.get("stages"):
         parallel = {name: value for name, value in parallel.items() if name not in OF_THE_STAGES}
     moves = {name: value for name, value in moves.items() if value is not None}
-    return layered({"parallel": parallel, "relocation": moves}, given)
+    return layered({"parallel": parallel, "relocation": moves, "data": data}, given)
 
 
 def moved_state(state: nnx.State, permutation: Array) -> nnx.State:

@@ -179,10 +179,11 @@ def test_routing_biases_move_and_the_trace_is_recorded(tmp_path):
     ("options", "message"),
     [
         (["--set", "model.num_layers=2"], "model.num_layers is 2; expected none with a checkpoint"),
-        (["--set", "model.checkpoint=other"], "model.checkpoint is 'other'; expected none besides CONFIG '"),
+        (["--set", "model.checkpoint=other"], "model.checkpoint is 'other'; expected none beside CONFIG '"),
         (["--set", "relocation.interval=2"], "relocation.interval is 2; expected none with a checkpoint"),
         (["--set", "model.bias_rate=0.1"], "model.bias_rate is 0.1; expected 0, as the model has no routing biases"),
         (["--set", "model.further_weight=0.1"], "predict_further is True; expected False"),
+        (["--set", "data.now=noon"], "data.now is 'noon'; expected a time such as 2026-11-28T12:00:00"),
         (["--set", "model.param_dtype=int8"], "model.param_dtype is 'int8'; expected one of float32, bfloat16"),
         (["--set", "optimizer.name=lion"], "optimizer.name is 'lion'; expected one of adamw, muon, adafactor, sgd"),
         ([], "data is required: the tokens are not bytes"),
@@ -214,6 +215,21 @@ def test_a_run_is_not_written_into_its_checkpoint(checkpoint):
     result = CliRunner().invoke(train.app, [*map(str, arguments), "--mesh", "expert=4"])
     assert (result.exit_code, sorted(checkpoint.iterdir())) == (2, before)
     assert f"--run-dir is {checkpoint}; expected another path than CONFIG {checkpoint}" in result.stderr
+
+
+@pytest.mark.slow
+def test_a_resumed_run_renders_the_time_of_its_start(checkpoint):
+    (checkpoint / "chat_template.jinja").write_text(
+        "{{ strftime_now('%f %S') }}{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}a{% endif %}"
+    )
+    talk = {"messages": [{"role": role, "content": TEXT} for role in ("user", "assistant")]}
+    (checkpoint.parent / "text.jsonl").write_text((json.dumps(talk) + "\n") * 40)
+    options = ["--mesh", "data=2,expert=2", "--data", checkpoint.parent / "text.jsonl"]
+    begun, _ = tuned(checkpoint, "run", *options, "--steps", 1)
+    now = begun.described()["config"]["data"]["now"]
+    resumed, _ = tuned(checkpoint, "run", *options, "--steps", 2, "--resume")
+    assert (len(losses(resumed)), resumed.described()["config"]["data"]["now"]) == (2, now)
 
 
 @pytest.mark.slow
