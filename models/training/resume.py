@@ -136,17 +136,14 @@ def check_continues(now: dict[str, Any], steps: int, folder: RunFolder) -> None:
 
 def _fixed(described: dict) -> dict:
     """Return the options that a resumed run may not change."""
-    config = described["config"]
     # A key missing from an older run has its default.
-    model = dataclasses.asdict(ModelConfig(**config["model"]))
-    batch = dataclasses.asdict(BatchConfig(**config["batch"]))
-    fixed = {f"model.{key}": value for key, value in model.items()}
-    fixed |= {f"batch.{key}": value for key, value in batch.items()}
+    config = {"lora": {}, "data": {}} | described["config"]
+    whole = {"model": ModelConfig, "batch": BatchConfig, "lora": LoraConfig}
+    sections = {name: dataclasses.asdict(kind(**config[name])) for name, kind in whole.items()}
+    fixed = {f"{name}.{key}": value for name, values in sections.items() for key, value in values.items()}
     # The residuals of a step do not change its result.
     del fixed["model.remat"]
-    optimizer = OptimizerConfig(**config["optimizer"])
+    optimizer, data = OptimizerConfig(**config["optimizer"]), DataConfig(**config["data"])
     fixed |= {"optimizer.name": optimizer.name, "optimizer.state_dtype": optimizer.state_dtype}
-    fixed |= {f"lora.{key}": value for key, value in dataclasses.asdict(LoraConfig(**config.get("lora", {}))).items()}
-    # The model of a checkpoint attends within documents or not.
-    fixed["data.within_documents"] = DataConfig(**config.get("data", {})).within_documents
-    return fixed | {"seed": config["seed"], "data": described["data"]["fingerprint"]}
+    fixed |= {"data.within_documents": data.within_documents, "seed": config["seed"]}
+    return fixed | {"data": described["data"]["fingerprint"]}
