@@ -6,6 +6,7 @@ The module also holds the size checks shared by several modules, so each has one
 import math
 import warnings
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
@@ -200,13 +201,6 @@ class Topology:
 
         Returns:
             The topology of a block, whose expert axes are the innermost ones. The outer ones become data axes.
-
-        Examples:
-            >>> from jax.sharding import AbstractMesh
-            >>> from jax_moe_lb import Topology
-            >>> topology = Topology.from_mesh(AbstractMesh((2, 8), ("node", "expert")), ("node", "expert"))
-            >>> topology.inside(8).expert_axes, topology.inside(8).data_axes, topology.inside(4) == topology
-            (('expert',), ('node',), True)
         """
         inner = (self.levels[first:] for first in range(1, len(self.expert_axes)))
         levels = next((few for few in inner if math.prod(level.size for level in few) == num_ranks), None)
@@ -309,7 +303,6 @@ class Topology:
         latencies = _per_axis("latency_s", latency_s, axes)
         # The innermost axis is the fastest level, so the one axis of a flat mesh is the gpu level.
         names = LEVEL_NAMES[-len(axes) :]
-        devices = mesh.devices if isinstance(mesh, Mesh) else None
         levels = tuple(map(Level, names, (mesh.shape[axis] for axis in axes), rates, latencies))
         return cls(
             levels=levels,
@@ -319,13 +312,19 @@ class Topology:
             data_axes=data,
             tensor_axes=tensor,
             flops_per_s=flops_per_s,
-            ranks_per_process=None if devices is None else _ranks_per_process(devices, mesh.axis_names, axes),
-            processes=() if devices is None else _own_processes(devices, mesh.axis_names, axes),
-            platform=None if devices is None else _platform(devices),
-            device_kind=None if devices is None else _device_kind(devices),
-            limited_routing=devices is not None and has_limited_routing(devices.flat[0]),
-            slice_axes=() if devices is None else slice_axes(devices, mesh.axis_names, axes),
+            **_of_devices(mesh.devices, mesh.axis_names, axes) if isinstance(mesh, Mesh) else {},
         )
+
+
+def _of_devices(devices: np.ndarray, names: tuple[str, ...], axes: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        "ranks_per_process": _ranks_per_process(devices, names, axes),
+        "processes": _own_processes(devices, names, axes),
+        "platform": _platform(devices),
+        "device_kind": _device_kind(devices),
+        "limited_routing": has_limited_routing(devices.flat[0]),
+        "slice_axes": slice_axes(devices, names, axes),
+    }
 
 
 def _platform(devices: np.ndarray) -> str:

@@ -85,9 +85,12 @@ class Direct(CopyDispatch[DirectReceipt]):
         return receipt.slices.send(copies, i, self.buffers.chunk_rows(copies.shape[0]), topology)
 
     def order_in_one_chunk(self, receipt: DirectReceipt, i: Int[Array, ""]) -> Int[Array, "A"] | None:
-        """Return the index in the chunks of round `i` of each row of one chunk; see `Exchange.order_in_one_chunk`."""
-        buffers = self.buffers
-        return receipt.slices.order_in_one_chunk(i, buffers.chunks, buffers.chunk_rows(receipt.order.size))
+        """Return the index in the chunks of round `i` of each row of one chunk; `None` for the same order."""
+        # Consecutive chunks that are sorted by slot, and then by source, have the order of one chunk.
+        if isinstance(receipt.slices, SlotSlices):
+            return None
+        rows = self.buffers.chunk_rows(receipt.order.size)
+        return receipt.slices.order_in_one_chunk(i, self.buffers.chunks, rows)
 
     def send_back(
         self, rows: Rows, receipt: DirectReceipt, i: Int[Array, ""], out: Copies, topology: Topology

@@ -228,12 +228,7 @@ class Exchange(DispatchOptions[ReceiptT]):
         """
 
     def order_in_one_chunk(self, receipt: ReceiptT, i: Int[Array, ""]) -> Int[Array, "A"] | None:
-        """Return the index in the chunks of round `i` of each row of one chunk; `None` (default) for the same order.
-
-        Args:
-            receipt: return value of `address`.
-            i: int32, index of the round, from 0.
-        """
+        """Return the index in the chunks of round `i` of each row of one chunk; `None` (default) for the same order."""
         del receipt, i
         return None
 

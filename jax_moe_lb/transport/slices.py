@@ -66,10 +66,6 @@ class SlotSlices:
         )
         return _exchange(rows, out, back, topology, "combine")
 
-    def order_in_one_chunk(self, i: Int[Array, ""], chunks: int, capacity: int) -> None:
-        """Return `None`: rows of consecutive chunks have the order of one chunk."""
-        del i, chunks, capacity
-
     def _parts(self, i: Int[Array, ""], capacity: int) -> tuple[Int[Array, ""], "_Part", "_Part"]:
         """Return the first row of round `i` in a stream, and the parts of the sent and received slices."""
         first, last = i * capacity, (i + 1) * capacity
