@@ -150,8 +150,8 @@ def collectives(
             over = axes_of(inner, axes)
             form = _form(computation, inner, over, axes, path_of) if path_of else None
             found.setdefault((kind_of(inner), over, form), []).append((cost, beside))
-    merged = [_merged(*key, members) for key, members in found.items()]
-    return sorted(merged, key=lambda one: one.nbytes, reverse=True)
+    listed = [merged(*key, members) for key, members in found.items()]
+    return sorted(listed, key=lambda one: one.nbytes, reverse=True)
 
 
 Key = tuple[str, tuple[str, ...] | None, ExchangeForm | None]
@@ -172,12 +172,13 @@ def _form(
     return ExchangeForm(updates, blocks, choice.path.value, choice.reason)
 
 
-def _merged(
+def merged(
     kind: str,
     axes: tuple[str, ...] | None,
     exchange: ExchangeForm | None,
     members: list[tuple[OperationCost, list[str]]],
 ) -> ProgramCollective:
+    """Add up the executions of a collective, each with the overlapping work."""
     return ProgramCollective(
         kind=kind,
         axes=axes,

@@ -6,8 +6,8 @@ inside a slice as for a single slice.
 
 import re
 
-from jax_moe_lb.aot.collectives import ProgramCollective, work_between
-from jax_moe_lb.aot.execution_counts import CostOf, OperationCost, executed, total
+from jax_moe_lb.aot.collectives import ProgramCollective, merged, work_between
+from jax_moe_lb.aot.execution_counts import CostOf, OperationCost, executed
 from jax_moe_lb.aot.hlo import Computation, Instruction, Module
 from jax_moe_lb.core.types import Axes
 
@@ -27,17 +27,7 @@ def transfers_between_slices(module: Module, axes: Axes, slice_axes: Axes, moved
         over = axes if _includes_slices(attributes) else slice_axes
         beside = work_between(module, cost.computation, cost.instruction, moved)
         found.setdefault((kind[1].lower().replace("_", "-"), over), []).append((cost, beside))
-    transfers = [
-        ProgramCollective(
-            kind=f"{kind} between slices",
-            axes=over,
-            count=sum(cost.times for cost, _ in members),
-            nbytes=total([cost for cost, _ in members]),
-            asynchronous=sum(cost.times for cost, beside in members if beside),
-            over=tuple(dict.fromkeys(name for _, beside in members for name in beside)),
-        )
-        for (kind, over), members in found.items()
-    ]
+    transfers = [merged(f"{kind} between slices", over, None, members) for (kind, over), members in found.items()]
     return sorted(transfers, key=lambda one: one.nbytes, reverse=True)
 
 
