@@ -41,20 +41,18 @@ from jax_moe_lb.kernels.row_windows import RowWindow, each_window, num_windows
 def bias_rows(bias: Float[Array, "S O"], group_sizes: GroupSizes, num_rows: int) -> Float[Array, "A O"]:
     """Return the bias of each row's group; 0 for rows beyond the groups."""
     member = _members(group_sizes, num_rows).astype(bias.dtype)
+    # Empty slots of GPUs are uninitialized, and 0 times a NaN is NaN.
+    read = jnp.where((group_sizes > 0)[:, None], bias, 0)
     # Full precision: by default TPUs would round a float32 bias to bfloat16, although this product only selects rows.
-    return jnp.matmul(member, bias, precision=jax.lax.Precision.HIGHEST)
+    return jnp.matmul(member, read, precision=jax.lax.Precision.HIGHEST)
 
 
 def bias_sums(of_rows: Float[Array, "A O"], group_sizes: GroupSizes, dtype: DType) -> Float[Array, "S O"]:
     """Sum the gradients of the rows per group, in float32 or wider; the transpose of `bias_rows`."""
     member = _members(group_sizes, of_rows.shape[0])
     written = jnp.where(member.any(1, keepdims=True), of_rows, 0)
-    sums = jnp.matmul(
-        member.T.astype(of_rows.dtype),
-        written,
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=wide_dtype(of_rows),
-    )
+    exact, wide = jax.lax.Precision.HIGHEST, wide_dtype(of_rows)
+    sums = jnp.matmul(member.T.astype(of_rows.dtype), written, precision=exact, preferred_element_type=wide)
     return sums.astype(dtype)
 
 
@@ -305,8 +303,7 @@ def _gradients_at_once(
         return grouped_outer(left, right, groups, sums_dtype, before, num_groups)
 
     def narrow(rows: Array, kind: str, *, transposed: bool = False) -> Array:
-        products = grouped_matmul(rows, _kind(experts, kind), group_sizes, transposed=transposed)
-        return clear(products)
+        return clear(grouped_matmul(rows, _kind(experts, kind), group_sizes, transposed=transposed))
 
     def outers(kind: str, left: Array, right: Array) -> dict[str, Any]:
         if not _first(experts).has_adapters:
