@@ -72,8 +72,8 @@ def _start(placement: Placement, quota: Quota, members: int) -> _Moves:
     expert = jnp.where(placement < 0, num_experts, placement)
     holds = jnp.zeros(quota.shape, bool).at[domain, expert, member].set(True, mode="drop")
     load = quota.sum(1, dtype=jnp.int32)
-    # Round the mean up, so that the room below it is at least the surplus above it.
-    target = (load.sum(1, keepdims=True, dtype=jnp.int32) + members - 1) // members
+    # Round the mean up, without an overflowing sum, so that the room below it is at least the surplus above it.
+    target = -(-load.sum(1, keepdims=True, dtype=jnp.int32) // members)
     return _Moves(quota, placement, holds, jnp.maximum(load - target, 0), jnp.maximum(target - load, 0))
 
 

@@ -309,6 +309,7 @@ def table(*rows):
 PAIR = table([0, -1], [1, -1])
 LARGEST = [
     ("eplb_plus", (table(2**31 - 1, 0), PAIR), 2, ()),
+    ("greedy", (PAIR, np.diag(table(2**31 - 1, 0))), 2, (1,)),
     ("fastermoe", (PAIR, table([2**31 - 1, 0], [0, 0]), table([2**30, 0], [2**30 - 1, 0])), 2, (1,)),
     (
         "feplb",
