@@ -1,5 +1,7 @@
 #include "ffi/transport/rendezvous.h"
 
+#include <sstream>
+
 namespace moe_lb {
 
 namespace {
