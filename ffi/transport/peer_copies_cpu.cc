@@ -113,16 +113,6 @@ xf::Future Arrive(Site* site, const Arrival& who, CallArguments arguments, Statu
 
 namespace {
 
-Status ReadCopy(const xf::AnyBuffer& wanted, const xf::AnyBuffer& relay, const xf::RemainingArgs& home,
-                const xf::RemainingRets& slots, PeerShareBuilder* builder) {
-  if (Status bad = builder->Tables(wanted, relay)) return bad;
-  if (Status bad = CheckSame("results", slots.size(), home.size())) return bad;
-  for (size_t kind = 0; kind < home.size(); ++kind) {
-    if (Status bad = builder->Weights(*home.get<xf::AnyBuffer>(kind), **slots.get<xf::AnyBuffer>(kind))) return bad;
-  }
-  return Ok();
-}
-
 xf::Future StartHandler(xf::RunId run, int32_t device, Site* site, PeerIntegers place, xf::AnyBuffer wanted,
                         xf::AnyBuffer relay, xf::RemainingArgs home, xf::ResultBuffer<xf::S32> ticket,
                         xf::RemainingRets slots) {

@@ -137,23 +137,13 @@ Status CheckIntegers(const PeerIntegers& place, xf::ResultBuffer<xf::S32>& ticke
   return CheckSame("numbers in ticket", ticket->element_count(), 2);
 }
 
-Status ReadStart(const xf::AnyBuffer& wanted, const xf::AnyBuffer& relay, const xf::RemainingArgs& home,
-                 const xf::RemainingRets& slots, PeerShareBuilder* builder) {
-  if (Status bad = builder->Tables(wanted, relay)) return bad;
-  if (Status bad = CheckSame("results", slots.size(), home.size())) return bad;
-  for (size_t kind = 0; kind < home.size(); ++kind) {
-    if (Status bad = builder->Weights(*home.get<xf::AnyBuffer>(kind), **slots.get<xf::AnyBuffer>(kind))) return bad;
-  }
-  return Ok();
-}
-
 xf::Error StartHandler(cudaStream_t stream, xf::RunId run, int32_t device, StartSite* site, PendingJoins* pending_joins,
                        PeerIntegers place, xf::AnyBuffer wanted, xf::AnyBuffer relay, xf::RemainingArgs home,
                        xf::ResultBuffer<xf::S32> ticket, xf::RemainingRets slots) {
   // Shapes are equal on all devices, so all fail alike.
   if (Status bad = CheckIntegers(place, ticket)) return ToError(bad);
   PeerShareBuilder builder(site->site->attributes, device);
-  if (Status bad = ReadStart(wanted, relay, home, slots, &builder)) return ToError(bad);
+  if (Status bad = ReadCopy(wanted, relay, home, slots, &builder)) return ToError(bad);
   return Begin({stream, run, device, site->site, pending_joins}, place, ticket, builder.Take());
 }
 

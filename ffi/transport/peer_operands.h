@@ -193,6 +193,17 @@ inline Status CheckSame(const char* what, size_t got, size_t expected) {
   return got == expected ? Ok() : Refuse("got ", got, " ", what, "; expected ", expected);
 }
 
+// Reads the operands of `copy_start`.
+inline Status ReadCopy(const xf::AnyBuffer& wanted, const xf::AnyBuffer& relay, const xf::RemainingArgs& home,
+                       const xf::RemainingRets& slots, PeerShareBuilder* builder) {
+  if (Status bad = builder->Tables(wanted, relay)) return bad;
+  if (Status bad = CheckSame("results", slots.size(), home.size())) return bad;
+  for (size_t kind = 0; kind < home.size(); ++kind) {
+    if (Status bad = builder->Weights(*home.get<xf::AnyBuffer>(kind), **slots.get<xf::AnyBuffer>(kind))) return bad;
+  }
+  return Ok();
+}
+
 // Arrays that `copy_rows` passes through: operand `num_kinds + i` as result `first + i`.
 struct PassedRows {
   size_t first = 0;
