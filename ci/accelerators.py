@@ -253,8 +253,9 @@ def cases(system: str | None, target: str | None, nightly: bool) -> list[Case]:
         target: the only target, or `None` for all.
         nightly: if True, compile all systems at small sizes, and the cases of `NIGHTLY`.
     """
+    # A program with gradients takes twice as long, and contains the other.
     small = [
-        Case(on, name, True, SMALL, by_rule=on == TARGETS[-1])
+        Case(on, name, nightly, SMALL, by_rule=on == TARGETS[-1])
         for on in TARGETS
         for name in system_names()
         if nightly or name in SMALL_SYSTEMS[on]

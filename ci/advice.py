@@ -1,7 +1,7 @@
 """Run the programs of `jax-moe-lb advise` for presets on virtual CPU devices, each as pasted into a new process.
 
-By default, every cluster and every model has one pair of presets, and each pair its best choice that fits into memory;
-`--all` takes all pairs, and the three best choices of each. Equal programs run once.
+By default, every cluster has one model, and the best choice that fits into memory; `--all` takes all pairs of presets,
+and the three best choices of each. Equal programs run once.
 """
 
 import itertools
@@ -29,15 +29,14 @@ def best_programs(model: str, cluster: str, number: int) -> list[tuple[str, str]
 
 
 def chosen(pairs: list[tuple[str, str]]) -> dict[tuple[str, str], list[tuple[str, str]]]:
-    """Return the programs of the first pair that fits, for each cluster and for each model."""
+    """Return the programs of the first pair that fits, for each cluster."""
     found: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    clusters, models = set(preset_names("cluster")), set(preset_names("model"))
-    # Each cluster's own model fits; other models come first on the smallest machine of accelerators.
-    for model, cluster in sorted(pairs, key=lambda pair: (pair[0] != pair[1], pair[1] != "h100_node")):
-        if (cluster in clusters or model in models) and (programs := best_programs(model, cluster, 1)):
+    clusters = set(preset_names("cluster"))
+    # Each cluster's own model fits.
+    for model, cluster in sorted(pairs, key=lambda pair: pair[0] != pair[1]):
+        if cluster in clusters and (programs := best_programs(model, cluster, 1)):
             found[model, cluster] = programs
             clusters.discard(cluster)
-            models.discard(model)
     return found
 
 

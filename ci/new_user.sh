@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The first hour of a new user: clone, install without and then with a C++ compiler, train a step of a small layer, and
-# run every program of the README and of the pages: first those that run after `pip install .` alone, then the others.
+# run programs of the README and of the pages, one a page: first those that run after `pip install .` alone, then the
+# others. `make test-all` runs every program.
 # `new_user.sh --wheel FOLDER` installs the wheel in the output folder of archives.sh instead of compiling the clone.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -106,7 +107,7 @@ pages=("$work/clone/README.md")
 while read -r page; do pages+=("$page"); done < <(find "$work/clone/docs" -name '*.md' | sort)
 # The programs are small, so compilation dominates; without optimizations it takes a third less time.
 export XLA_FLAGS="--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-programs() { run python "$work/clone/tests/page_blocks.py" "$1" "${pages[@]}"; }
+programs() { run python "$work/clone/tests/page_blocks.py" --first "$1" "${pages[@]}"; }
 programs ""
 programs "pip install '.[tools]'"
 install flatbuffers

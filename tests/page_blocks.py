@@ -1,7 +1,8 @@
 """Blocks of Python in pages, run as a reader runs them: alone, in an empty folder, in a fresh process.
 
 `python tests/page_blocks.py NEEDS PAGE...` runs the blocks with exactly these needs, such as "a checkout", in the
-environment of this Python. Empty needs select the blocks that run after `pip install .`.
+environment of this Python. Empty needs select the blocks that run after `pip install .`, and `--first` the first such
+block of a page.
 """
 
 import argparse
@@ -102,10 +103,12 @@ def same_output(printed: str, shown: str) -> bool:
     return all(math.isclose(a, b, rel_tol=0.03, abs_tol=0.015) for a, b in zip(*numbers, strict=True))
 
 
-def main(needs: str, pages: list[Path]) -> int:
+def main(needs: str, pages: list[Path], only_first: bool) -> int:
     """Run the blocks with these needs; return the number of failures."""
     failed = 0
     chosen = [block for page in pages for block in blocks(page) if " and ".join(block.needs).replace("`", "") == needs]
+    if only_first:
+        chosen = list({block.page: block for block in reversed(chosen)}.values())[::-1]
     assert chosen, f"no block of {pages} needs {needs!r}"
     for block in chosen:
         with tempfile.TemporaryDirectory() as folder:
@@ -123,5 +126,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("needs")
     parser.add_argument("pages", nargs="+", type=Path)
+    parser.add_argument("--first", action="store_true")
     given = parser.parse_args()
-    sys.exit(main(given.needs, given.pages) > 0)
+    sys.exit(main(given.needs, given.pages, given.first) > 0)

@@ -236,12 +236,20 @@ def outcome(cls, option, value):
 
 
 def options():
+    """Yield every option of every class; those inherited by a router or a dispatch are further cases of its base."""
     for cls in CLASSES:
-        yield from ((cls, option) for option in inspect.signature(cls).parameters)
+        for option in inspect.signature(cls).parameters:
+            marks = pytest.mark.thorough if is_further_case(cls, option) else ()
+            yield pytest.param(cls, option, marks=marks, id=f"{cls.__name__}-{option}")
+
+
+def is_further_case(cls, option):
+    inherits = issubclass(cls, Router | Dispatch) and option not in vars(cls).get("__annotations__", {})
+    return inherits and cls not in (TopK, Direct) and (cls.__name__, option) not in REFUSED
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cls", "option"), options(), ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(("cls", "option"), list(options()))
 def test_every_option(cls, option):
     values = values_of(cls, option)
     assert values, "no other value; expected one in VALUES"

@@ -265,7 +265,7 @@ def test_ids_of_any_integer_dtype_become_int32(dtype, given, converted, x64):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["uint32", "int8"])
+@pytest.mark.parametrize("dtype", ["uint32", pytest.param("int8", marks=pytest.mark.thorough)])
 def test_a_router_may_return_ids_of_another_dtype(dtype):
     def router(logits, bias, info):
         routing = TopK(2)(logits, bias, info)
