@@ -2,13 +2,53 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import product
 from typing import Any
 
 import numpy as np
 
-from benchmarks.network.training_rounds import GAIN_RATES, GAIN_ROUTINGS
+from benchmarks.network.testbed import CONFIG, NUM_RANKS, Case
 from benchmarks.render.results import Table, Value, spread
+from jax_moe_lb import exact, plain
+from jax_moe_lb.sim import LoadShape, ModelShape, skewed_counts
+
+MODEL = ModelShape(
+    layers=CONFIG.model.num_layers,
+    hidden=CONFIG.model.embed_dim,
+    inner=CONFIG.model.mlp_dim,
+    experts=CONFIG.model.num_experts,
+    per_token=CONFIG.model.experts_per_token,
+    tokens=CONFIG.tokens_per_step // NUM_RANKS,
+    itemsize=4,
+    pre_expert_s=0.0,
+)
+
+STEPS = 2
+"""Steps of a routing, measured in turn."""
+
+RATES, CASES = (1000e6, 2000e6, 8000e6), {"plain": Case(plain()), "exact": Case(exact())}
+ROUTINGS = {f"popular ranks, {imbalance}": imbalance for imbalance in (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)}
+"""Imbalance of the ranks by the name of its routing."""
+
+
+@cache
+def counts_of(routing: str) -> np.ndarray:
+    """Return `[STEPS, layers, R, E]` synthetic counts of a routing."""
+    steps = (
+        skewed_counts(MODEL, NUM_RANKS, ROUTINGS[routing], MODEL.layers, seed, LoadShape.RANKS) for seed in range(STEPS)
+    )
+    return np.stack(list(steps))
+
+
+@cache
+def records() -> tuple[np.ndarray, dict[str, list[list[float]]]]:
+    """Return the records of all routings, and those of each routing by step and layer."""
+    all_counts = np.stack([counts_of(routing) for routing in ROUTINGS])
+    numbers = np.arange(np.prod(all_counts.shape[:3]), dtype=np.float64).reshape(all_counts.shape[:3])
+    flat = all_counts.reshape(-1, *all_counts.shape[3:])
+    return flat, {routing: of.tolist() for routing, of in zip(ROUTINGS, numbers, strict=True)}
+
 
 GAINS = {
     "system": "",
@@ -31,12 +71,12 @@ def gain_rows(predicted: Table, times: Mapping[Any, np.ndarray]) -> list[list[Va
     points: list[dict[str, Any]] = [dict(zip(predicted.columns, row, strict=True)) for row in predicted.rows]
     expected = {(point["Mbit/s"], point["routing"], point["system"]): point for point in points}
     rows: list[list[Value]] = []
-    for rate, (routing, imbalance) in product(GAIN_RATES, GAIN_ROUTINGS.items()):
+    for rate, (routing, imbalance) in product(RATES, ROUTINGS.items()):
         keys = [(rate / 1e6, routing, system) for system in ("plain", "exact")]
-        plain, exact = (expected[key] for key in keys)
-        ratio = plain["predicted ms"] / exact["predicted ms"]
+        base, own = (expected[key] for key in keys)
+        ratio = base["predicted ms"] / own["predicted ms"]
         gain = spread(times[keys[0]] / times[keys[1]])
-        rows.append(["exact", "plain", rate / 1e6, imbalance, plain["exchanges %"], ratio, gain])
+        rows.append(["exact", "plain", rate / 1e6, imbalance, base["exchanges %"], ratio, gain])
     return rows
 
 

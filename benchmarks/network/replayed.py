@@ -1,7 +1,6 @@
-"""A router that reproduces recorded counts, and counts for it."""
+"""A router that reproduces recorded counts."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -50,41 +49,3 @@ def by_counts(counts: jax.Array, num_tokens: int, per_token: int) -> jax.Array:
     ends, copies = counts.cumsum(dtype=jnp.int32), iota(num_tokens * per_token)
     experts = (ends[None] <= copies[:, None]).sum(1, dtype=jnp.int32)
     return experts.reshape(per_token, num_tokens).T
-
-
-def fitted(loads: np.ndarray, num_tokens: int, per_token: int) -> np.ndarray:
-    """Scale loads to counts for `Replayed`."""
-    total = num_tokens * per_token
-    flat = loads.reshape(-1, loads.shape[-1]).astype(np.float64)
-    scaled = flat / flat.sum(1, keepdims=True) * total
-    for _ in range(loads.shape[-1]):
-        # Copies above the maximum go to the other experts by their loads.
-        over = scaled > num_tokens
-        if not over.any():
-            break
-        scaled[over] = num_tokens
-        rest = np.where(over, 0.0, scaled)
-        scaled = np.where(
-            over,
-            scaled,
-            rest * (total - scaled.sum(1, keepdims=True) + rest.sum(1, keepdims=True)) / rest.sum(1, keepdims=True),
-        )
-    counts = np.floor(scaled + 1e-9).astype(np.int32)
-    for row, exact in zip(counts, scaled, strict=True):
-        # The largest remainders get the missing copies.
-        short = total - int(row.sum())
-        row[np.argsort(row - exact, kind="stable")[:short]] += 1
-    return counts.reshape(loads.shape)
-
-
-def recorded(path: Path, shape: tuple[int, int, int], num_tokens: int, per_token: int) -> np.ndarray:
-    """Return counts `[steps, layers, R, E]` of a recording, scaled to the sizes.
-
-    It has multiples of the ranks and experts. Adjacent ranks and adjacent experts are merged, so ranks keep their share
-    of the load.
-    """
-    layers, num_ranks, num_experts = shape
-    counts = np.load(path)["counts"][:, :layers].astype(np.int64)
-    steps, _, ranks, experts = counts.shape
-    merged = counts.reshape(steps, layers, num_ranks, ranks // num_ranks, num_experts, experts // num_experts)
-    return fitted(merged.sum((3, 5)), num_tokens, per_token)

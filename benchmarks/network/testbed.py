@@ -1,7 +1,7 @@
 """Training of a small language model on four ranks with an equal CPU quota each, joined by shaped links.
 
 A rank is a process with one device. Its threads share one core and `CORES` of its time. Every rank has its own network
-interface to one switch, limited in both directions; or two domains of two ranks are joined by one limited link.
+interface to one switch, limited in both directions.
 """
 
 import ctypes
@@ -17,15 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.layer.dispatches import sending_copies
 from benchmarks.network.launch import Rank
 from benchmarks.network.quota import CpuGroup, cpu_groups
 from benchmarks.network.replayed import OWN, Replayed
-from benchmarks.network.topologies import Rails, TwoDatacenters
-from jax_moe_lb import Stats, System, TopK, Topology, compiler_options, exact, plain, relocate, ultraep
-from jax_moe_lb.layer.systems import feplb, hybridep, two_tier
+from benchmarks.network.topologies import Rails
+from jax_moe_lb import Stats, System, TopK, Topology, compiler_options, exact, plain, ultraep
 from jax_moe_lb.nn.variables import RouterBias
 from jax_moe_lb.transport import ExpertDomains, GatherExpertDomain, hybrid_mesh
 from models.config import BatchConfig, DataConfig, ModelConfig, ParallelConfig, TrainConfig
@@ -62,8 +61,8 @@ WARM_STEPS = 1
 class Case:
     """A program of the testbed.
 
-    With `has_rates` the system weighs plans in seconds. `gathered` has the members of an expert domain along each mesh
-    axis, whose experts travel in place of tokens.
+    With `has_rates` the system weighs plans in seconds. `gathered` has the ranks of an expert domain, whose experts
+    travel in place of tokens.
     """
 
     system: System | None
@@ -78,42 +77,20 @@ SYSTEMS: dict[str, System] = {
     "plain": plain(),
     "exact": exact(),
     "ultraep": ultraep(),
-    "feplb": feplb(),
-    # Four slots cover domains of two ranks.
-    "hybridep": hybridep(replica_slots=4),
 }
 """Dropless systems."""
-
-DOMAIN_CASES = {
-    "plain": Case(plain()),
-    "exact": Case(exact()),
-    "feplb": Case(feplb()),
-    "two_tier": Case(two_tier()),
-    "hybridep": Case(plain(), gathered=(2, 1)),
-}
-"""Programs on two domains: replicas stay inside a domain; `hybridep` gathers the experts of a rank of each domain."""
-
-DOMAIN_AXES = ("node", "expert")
-"""Mesh axes of the ranks of two domains."""
 
 RATES = {"bytes_per_s": (185e6,), "flops_per_s": 73e9}
 """Rates of a rank at 2 Gbit/s, as a user of `jax-moe-lb calibrate` passes them."""
 
 
-def domain_mesh() -> Mesh:
-    """Return the mesh of two domains of ranks."""
-    types = (AxisType.Auto,) * len(DOMAIN_AXES)
-    return Mesh(np.array(jax.devices()[:NUM_RANKS]).reshape(2, -1), DOMAIN_AXES, axis_types=types)
-
-
 def layout(case: Case, mesh: Mesh) -> tuple[Mesh, Topology, System]:
     """Return the mesh and topology of the expert layers, and the system."""
-    axes = tuple(axis for axis in DOMAIN_AXES if axis in mesh.axis_names)
-    topology = Topology.from_mesh(mesh, axes, **(RATES if case.has_rates else {}))
+    topology = Topology.from_mesh(mesh, **(RATES if case.has_rates else {}))
     system = sending_copies(plain() if case.system is None else case.system)
     if not case.gathered:
         return mesh, topology, system
-    mesh = hybrid_mesh(mesh, dict(zip(axes, case.gathered, strict=True)))
+    mesh = hybrid_mesh(mesh, dict(zip(topology.expert_axes, case.gathered, strict=True)))
     domains = ExpertDomains.from_mesh(mesh, topology)
     return mesh, domains.between, system.replace(migrate=GatherExpertDomain(domains))
 
@@ -143,7 +120,6 @@ class Program:
         state = placed_shapes(shapes, shardings)
         self.lowered = jitted.lower(state, tokens, [self.placed[OWN]] * config.model.num_layers)
         self.program = self.lowered.compile()
-        self.move = jax.jit(_moved, out_shardings=shardings, donate_argnums=0)
 
     @property
     def memory_bytes(self) -> int:
@@ -163,10 +139,6 @@ class Program:
 
     def _loss(self, state: nnx.State, tokens: jax.Array) -> jax.Array:
         return next_token_loss(self.model(state), tokens)[0]
-
-    def relocate(self, permutation: np.ndarray) -> None:
-        """Initialize the state of replayed routing with the experts of each layer in other places."""
-        self.states["replayed"] = self.move(self.initial(self.config.seed), permutation)
 
     def _bias(self, record: float, sharding: NamedSharding) -> jax.Array:
         value = np.full(self.config.model.num_experts, record, np.float32)
@@ -216,22 +188,11 @@ def _functions(
             counts = num_predicted(tokens)
             loss, stats, gradients = loss_and_gradients(model, nnx.Param, next_token_loss, tokens, counts, 1, mesh)
         apply_gradients(model, optimizer, gradients)
-        for layer, block in enumerate(model.blocks if system.relocates or case.bias_rate else ()):
-            one = jax.tree.map(lambda leaf, layer=layer: leaf[layer], stats)
-            if system.relocates:
-                block.moe.update_loads(one)
-            if case.bias_rate:
-                block.moe.update_bias(one, case.bias_rate)
+        for layer, block in enumerate(model.blocks if case.bias_rate else ()):
+            block.moe.update_bias(jax.tree.map(lambda leaf, layer=layer: leaf[layer], stats), case.bias_rate)
         return nnx.state((model, optimizer)), loss, stats
 
     return lambda seed: nnx.state(create(seed)), step, lambda state: nnx.merge(graph, state)[0]
-
-
-def _moved(state: nnx.State, permutation: jax.Array) -> nnx.State:
-    """Permute the experts of each layer in the state of `(model, optimizer)`."""
-    moved = relocate(state[0], state[1], permutation)
-    whole: nnx.State = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(moved))
-    return whole
 
 
 def _loss_without_experts(model: Decoder, tokens: jax.Array) -> jax.Array:
@@ -249,9 +210,9 @@ def _without_experts(model: Decoder, tokens: jax.Array) -> tuple[jax.Array, Any]
 class Testbed:
     """One rank of the testbed, inside its process."""
 
-    def __init__(self, rank: Rank, group: CpuGroup, has_domains: bool = False) -> None:
+    def __init__(self, rank: Rank, group: CpuGroup) -> None:
         self.rank, self.group = rank, group
-        self.mesh = domain_mesh() if has_domains else make_mesh(CONFIG.parallel)
+        self.mesh = make_mesh(CONFIG.parallel)
 
     def limits(self, bits_per_s: float | None, cores: float | None) -> None:
         """Set the rate of all links and the quota of this rank, on all ranks together."""
@@ -331,16 +292,15 @@ def prepare(groups: Sequence[CpuGroup], rank: Rank) -> None:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
 
 
-def run(body: Callable[[Testbed], Any], deadline_s: float, has_domains: bool = False) -> list[Any]:
+def run(body: Callable[[Testbed], Any], deadline_s: float) -> list[Any]:
     """Run a function on all ranks of the testbed, and return the results."""
     import models.training.step  # noqa: F401 (once, before ranks are forked)
     from benchmarks.network.jax_ranks import launch_jax
 
-    links = TwoDatacenters(NUM_RANKS // 2, None) if has_domains else Rails(NUM_RANKS, 1, None, rail_only=True)
-    with cpu_groups(NUM_RANKS) as groups, links.build() as network:
+    with cpu_groups(NUM_RANKS) as groups, Rails(NUM_RANKS, 1, None, rail_only=True).build() as network:
         return launch_jax(
             network,
-            lambda rank: body(Testbed(rank, groups[rank.index], has_domains)),
+            lambda rank: body(Testbed(rank, groups[rank.index])),
             devices_per_process=1,
             deadline_s=deadline_s,
             prepare=partial(prepare, groups),

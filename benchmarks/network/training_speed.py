@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import json
 import os
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -23,8 +22,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.network import sandbox
-from benchmarks.network.gains import GAINS, break_even, gain_rows
-from benchmarks.network.stages import seconds_by_operation, seconds_by_stage
+from benchmarks.network.gains import GAINS, ROUTINGS, break_even, counts_of, gain_rows
 from benchmarks.network.testbed import (
     CONFIG,
     CORES,
@@ -36,15 +34,16 @@ from benchmarks.network.testbed import (
 )
 from benchmarks.network.training import (
     ALL_ROUNDS,
+    CALIBRATION,
     RAW,
     RESULTS,
+    ROUND,
     exchange_share,
     measured_points,
     replayed_step,
     slowest,
     step_ms,
 )
-from benchmarks.network.training_rounds import GAIN_ROUND, GAIN_ROUTINGS, counts_of
 from benchmarks.network.training_runs import (
     AUX,
     BASE,
@@ -104,8 +103,6 @@ SPEEDS = {
     "imbalance before": ".2f",
     "after": ".2f",
     "memory MB": ".0f",
-    "experts %": ".0f",
-    "exchanges %": ".0f",
 }
 
 
@@ -114,7 +111,6 @@ def speeds(
     curves: Mapping[str, Curve],
     after: Mapping[str, float],
     memory: Mapping[str, int],
-    profiles: Mapping[str, Mapping[str, float]],
 ) -> Table:
     """Return speed, loss and balance of each run from the seconds `[passes, steps]` of its timed steps.
 
@@ -130,7 +126,7 @@ def speeds(
         speed.append(spread(CONFIG.tokens_per_step / of.mean(1)))
         loss = last_mean(curve.loss), steps, last_mean(curve.loss[:steps])
         balance = dropped_percent(curve), float(curve.before.mean()), after[name]
-        rows.append([name, *speed, *loss, *balance, memory[program_of(name)] / 1e6, *shares(profiles[name])])
+        rows.append([name, *speed, *loss, *balance, memory[program_of(name)] / 1e6])
     (first,) = (row[5] for row in rows if row[0] == BASE)
     note = f"Losses are means of the last {WINDOW} steps. Equal time is that of {first} steps of {BASE}."
     return Table(SPEEDS, rows, notes=[note])
@@ -140,13 +136,6 @@ def elapsed_s(seconds: np.ndarray, steps: int) -> np.ndarray:
     """Return the seconds from the start of a run to the end of each step, from `[passes, steps]` timed steps."""
     in_order = seconds.T.reshape(-1)
     return np.cumsum(np.repeat(in_order, steps // in_order.size))
-
-
-def shares(profile: Mapping[str, float]) -> list[float]:
-    """Return the shares of the experts and of all exchanges in the profiled time of rank 0, in percent."""
-    total = sum(profile.values())
-    exchanges = sum(seconds for stage, seconds in profile.items() if stage.endswith("exchange"))
-    return [100 * profile.get("experts", 0.0) / total, 100 * exchanges / total]
 
 
 def workloads(seconds: Mapping[Point, np.ndarray], predicted: Table) -> Table:
@@ -165,8 +154,8 @@ def over_headroom(on_workloads: Table) -> list[list[Value]]:
     """Return the rows of given imbalances as gains over `plain` with more headroom, system by system."""
     roomy, found = ROOMY.removesuffix(AUX), list[list[Value]]()
     for routing, system, _, share, _, predicted, _, measured in on_workloads.rows:
-        if routing in GAIN_ROUTINGS:
-            found.append([system, roomy, RATE / 1e6, GAIN_ROUTINGS[str(routing)], share, predicted, measured])
+        if routing in ROUTINGS:
+            found.append([system, roomy, RATE / 1e6, ROUTINGS[str(routing)], share, predicted, measured])
     return sorted(found, key=lambda row: COMPARED.index(str(row[0])))
 
 
@@ -185,7 +174,7 @@ PREDICTED = {
 def predictions(folder: Path, calibration: Mapping[str, Any]) -> Table:
     """Return the predicted gain of each system on each workload."""
     rows: list[list[Value]] = []
-    for workload in (USUAL, *TIMED_WORKLOADS, TWICE, *GAIN_ROUTINGS):
+    for workload in (USUAL, *TIMED_WORKLOADS, TWICE, *ROUTINGS):
         counts = counts_on(workload, folder)
         plain, roomy, *others = (replayed_step(CASES[name], counts, dict(calibration)) for name in WHOLE)
         level, share = float(imbalance(counts).mean()), exchange_share(plain)
@@ -199,7 +188,7 @@ def counts_on(workload: str, folder: Path) -> np.ndarray:
 
     Steps are of the whole usual run, and of the second half of runs of other workloads.
     """
-    if workload in GAIN_ROUTINGS:
+    if workload in ROUTINGS:
         return np.resize(counts_of(workload), (PASSES * PER_PASS, *counts_of(workload).shape[1:]))
     curve = load_curve(Key(BASE, workload).path(folder))
     half = curve if workload == USUAL else curve._replace(counts=curve.counts[len(curve.counts) // 2 :])
@@ -219,7 +208,7 @@ def records_of(folder: Path) -> tuple[np.ndarray, Records]:
         counts[USUAL, name] = timed_counts(CASES[name], load_curve(Key(name).path(folder)), PASSES * PER_PASS)
     for workload in TIMED_WORKLOADS:
         counts |= dict.fromkeys(((workload, name) for name in WHOLE), counts_on(workload, folder))
-    for workload in GAIN_ROUTINGS:
+    for workload in ROUTINGS:
         counts |= dict.fromkeys(((workload, name) for name in WHOLE[1:]), counts_on(workload, folder))
     sizes = np.cumsum([0, *(of[..., 0, 0].size for of in counts.values())])
     numbers = {
@@ -235,26 +224,19 @@ def program_of(name: str) -> str:
 
 
 def measure(bed: Testbed, given: argparse.Namespace) -> None:
-    """Write the seconds of the timed steps, interleaved, and the stages of two steps of each run."""
+    """Write the seconds of the timed steps, interleaved, and the memory of the programs."""
     table, records = records_of(given.curves)
     corpus = default_corpus(CONFIG.data.max_corpus_bytes)
     small = dataclasses.replace(CONFIG, batch=dataclasses.replace(CONFIG.batch, sequence_length=QUARTER_LENGTH))
     cases = {name: CASES[name] for name in TIMED if program_of(name) == name}
     programs = bed.compiled(cases, table)
     quarter = bed.compiled({name: CASES[name] for name in WHOLE}, table, small)
-    while given.after is not None and not given.after.exists():
-        time.sleep(0.5)
     bed.limits(RATE, CORES)
 
     def chosen(point: Point) -> Program:
         return quarter[point[1]] if point[0] == QUARTER else programs[program_of(point[1])]
 
-    found: dict[str, Any] = {"memory": {name: program.memory_bytes for name, program in programs.items()}}
-
-    def write(name: str, value: Any) -> None:
-        found[name] = value
-        (given.folder / f"measured.{bed.rank.index}.json").write_text(json.dumps(found))
-
+    memory = {name: program.memory_bytes for name, program in programs.items()}
     for point, of_steps in records.items():
         bed.times(chosen(point), corpus, 1, 1, of_steps, 0)
     points = list[dict[str, Any]]()
@@ -263,15 +245,8 @@ def measure(bed: Testbed, given: argparse.Namespace) -> None:
             times = bed.times(chosen(point), corpus, PER_PASS, 1, of_steps[turn::PASSES], 0)
             points.append({"turn": turn, "workload": point[0], "run": point[1], **times})
             bed.say(f"{turn} {point}: {np.mean(times['seconds']):.3f} s")
-        write("points", points)
-    profiles = {}
-    for point, of_steps in records.items():
-        if point[0] == USUAL:
-            program = chosen(point)
-            call = partial(bed.times, program, corpus, 2, 1, [of_steps[0], of_steps[-1]], 0)
-            profiles[point[1]] = seconds_by_stage(seconds_by_operation(call), program.program.as_text())
-            bed.say(f"{point}: profiled")
-    write("stages", profiles)
+        found = {"memory": memory, "points": points}
+        (given.folder / f"measured.{bed.rank.index}.json").write_text(json.dumps(found))
     bed.limits(None, None)
 
 
@@ -304,14 +279,14 @@ def tables(folder: Path, curves: Path) -> dict[str, Table]:
     ranks = of_ranks(folder)
     seconds, first = seconds_of(ranks), ranks[0]
     on_workloads = workloads(seconds, read(SPEED)["network_training_speed_predicted"].tables["predictions"])
-    rounds = read(ALL_ROUNDS)[f"network_training_predicted_{GAIN_ROUND}"].tables["predictions"]
-    over_plain = gain_rows(rounds, step_ms(measured_points(GAIN_ROUND, RAW)))
+    rounds = read(ALL_ROUNDS)[f"network_training_predicted_{ROUND}"].tables["predictions"]
+    over_plain = gain_rows(rounds, step_ms(measured_points(RAW)))
     gains = Table(GAINS, [*over_plain, *over_headroom(on_workloads)])
     of_runs = {name: times for (workload, name), times in seconds.items() if workload == USUAL}
     of_curves = {name: load_curve(Key(name).path(curves)) for name in TIMED}
-    of_texts = [row for row in on_workloads.rows if row[0] not in GAIN_ROUTINGS]
+    of_texts = [row for row in on_workloads.rows if row[0] not in ROUTINGS]
     return {
-        "speeds": speeds(of_runs, of_curves, after_of(first), first["memory"], first["stages"]),
+        "speeds": speeds(of_runs, of_curves, after_of(first), first["memory"]),
         "workloads": dataclasses.replace(on_workloads, rows=of_texts),
         "gains": gains,
         "break_even": break_even(gains),
@@ -323,7 +298,7 @@ SPEED = RESULTS / "network_training_speed.json"
 
 def predict(curves: Path) -> dict[str, Table]:
     """Return the predictions by the rates of the last round, and save them beside the measurements."""
-    calibration = json.loads((RAW / f"calibration_{GAIN_ROUND}.json").read_text())[str(RATE)]
+    calibration = json.loads((RAW / CALIBRATION).read_text())[str(RATE)]
     found, out = {"predictions": predictions(curves, calibration)}, RESULTS / "network_training_speed_predicted.json"
     save(found, out)
     merge(out, SPEED)
@@ -334,7 +309,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("part", choices=("predict", "measure", "table"))
     parser.add_argument("--folder", type=Path, default=Path("runs/training_speed"), help="Folder of raw measurements.")
     parser.add_argument("--curves", type=Path, default=Path("runs/training_curves"), help="Folder of all curves.")
-    parser.add_argument("--after", type=Path, help="File to wait for between compilation and measurement.")
 
 
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
