@@ -24,7 +24,7 @@ test: $(VENV)/.installed
 	$(PYTEST) -m 'not thorough' $(ARGS)
 test-all: $(VENV)/.installed
 	$(PYTEST) $(ARGS)
-# Reproduce every number and plot of the docs; ARGS=--quick uses smaller sizes.
+# Reproduce the numbers and plots of the docs; ARGS=--quick uses smaller sizes.
 reproduce: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.reproduce $(ARGS)
 # Check all claims about GPUs on this machine, in parts of 8 minutes; ARGS=--dry-run runs without a GPU.

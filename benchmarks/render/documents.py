@@ -43,8 +43,8 @@ including page. It also lists the first paragraphs of other pages.
     <!-- answers: results/ gpu training -->
     <!-- end -->
 
-A plot is a file `docs/results/plots/RUN.PLOT.svg` with one of `benchmarks.plots.figures_of`, drawn if a document links
-to it. Its first line has the digest of its tables.
+A plot is a file `docs/results/plots/RUN.PLOT.svg` with one of `plots.figures_of`, drawn if a document links to it.
+Its first line has the digest of its tables.
 """
 
 import argparse
@@ -107,7 +107,7 @@ def draw(path: Path, drawn: str) -> None:
 
     name, plot, _ = path.name.split(".")
     path.parent.mkdir(exist_ok=True)
-    path.write_text(f"{drawn}\n{svg(figures_of(name, read(RESULTS)[name].tables)[plot])}")
+    path.write_text(f"{drawn}\n{svg(figures_of(read(RESULTS)[name].tables)[plot])}")
 
 
 def write_documents() -> None:

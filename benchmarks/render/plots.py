@@ -1,4 +1,4 @@
-"""Plots of results as SVG, for HTML and for documents."""
+"""Plots of results as SVG."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -10,14 +10,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.render.results import Table, Value
-
-BARS = {
-    "systems": (("zipf", "imbalance"), ("zipf", "step ms")),
-    "losses": (("systems", "step ms"),),
-    "memory": (("memory", "temporary MB per rank"),),
-    "codec": (("codecs", "training gap"),),
-}
-"""Columns to plot as bars, by table."""
 
 TEXT = {"light": "#1f2328", "dark": "#e6edf3"}
 """Color of texts and axes of the pictures of the README, by theme."""
@@ -34,10 +26,9 @@ COMPARED = {
 """Label and color of the systems in the picture of one rank, with the share of dropped copies."""
 
 
-def figures_of(name: str, tables: Mapping[str, Table]) -> dict[str, Figure]:
+def figures_of(tables: Mapping[str, Table]) -> dict[str, Figure]:
     """Return all plots of one benchmark's tables by name."""
-    shown = [(of, column) for of, column in BARS.get(name, ()) if _has(tables, of, column)]
-    figures = {f"{of}-{column.replace(' ', '-')}": bars(tables[of], column) for of, column in shown}
+    figures = {"zipf-imbalance": bars(tables["zipf"], "imbalance")} if "zipf" in tables else {}
     if compared := [table for table in tables.values() if _published(table)]:
         figures["deviations"] = deviations(compared)
     if "rank-qwen3" in tables:
@@ -45,10 +36,6 @@ def figures_of(name: str, tables: Mapping[str, Table]) -> dict[str, Figure]:
     if "gains" in tables:
         figures |= {f"gains-{name}": gains(tables["gains"], text) for name, text in TEXT.items()}
     return figures
-
-
-def _has(tables: Mapping[str, Table], of: str, column: str) -> bool:
-    return of in tables and column in tables[of].columns
 
 
 def svg(figure: Figure) -> str:

@@ -1,4 +1,4 @@
-"""Writer of self-contained HTML reports, of training runs and of benchmarks."""
+"""Writer of self-contained HTML reports of training runs."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
