@@ -89,7 +89,6 @@ class Run:
 
 LONG = "takes five minutes or more"
 MEASURED = "stays as it was measured"
-CODECS = ("ratio 50, remembered", "ratio 50, shared")
 RUNS = (
     Run("papers.ultraep", quick=("--tokens", "512")),
     Run("papers.feplb", quick=("--number", "200")),
@@ -102,7 +101,6 @@ RUNS = (
     Run("plans.plans", ("exact", "--loads", "LOADS"), ("exact", "--step", "29"), _loads, "plans_exact"),
     Run("plans.plans", ("times", "--loads", "LOADS"), ("times", "--step", "29"), _loads, "plans_times"),
     Run("plans.advice_regret", quick=("--quick",), aside=LONG),
-    Run("plans.advice_time", quick=("--quick",)),
     Run("papers.rails", quick=()),
     Run("papers.sim_hybridep", quick=()),
     Run("papers.sim_ultraep", quick=("--tokens", "512")),
@@ -121,12 +119,6 @@ RUNS = (
     Run("papers.codec", ("--steps", "200"), aside=LONG),
     Run(
         "papers.codec",
-        ("--steps", "800", "--seeds", "2", "--codecs", "ratio 1", *CODECS),
-        result="codec_long",
-        aside=LONG,
-    ),
-    Run(
-        "papers.codec",
         ("--gradients", "--steps", "1000"),
         ("--gradients", "--steps", "20", "--seeds", "1"),
         result="gradient_codec",
@@ -135,9 +127,7 @@ RUNS = (
     Run("training.curves", ("table",), aside=MEASURED),
     Run("compiled.peers", refusal=_compilers),
     Run("compiled.peers", ("--maxtext",), None, _maxtext, "peers_maxtext"),
-    Run("compiled.pipeline", refusal=_compilers),
     Run("compiled.smallest_cluster", ("--device", "h100"), refusal=_compilers),
-    Run("training.generate"),
     Run("training.published", quick=()),
     Run("training.loading", ("--layers", "4")),
     Run("compiled.memory_model", refusal=_compilers),
@@ -162,7 +152,6 @@ RUNS = (
         for name in ("calls", "interrupts", "kills", "writers", "process_kills", "training_kills", "stalls")
     ),
     Run("network.hybridep", refusal=_network, aside=MEASURED),
-    Run("network.hybridep", ("--near",), refusal=_network, result="network_hybridep_near", aside=MEASURED),
     Run("network.once", refusal=_network, aside=MEASURED),
     Run("network.rails", refusal=_network, aside=MEASURED),
     Run("network.training", ("compare",), None, _network, "network_training_measured_6", MEASURED),

@@ -25,11 +25,6 @@ RATES_BITS_PER_S = (100e6, 300e6, 1000e6)
 TOKENS_AND_INNER = ((1024, 16), (512, 64), (256, 256))
 """`T` and `F`: from many tokens and small experts to the reverse."""
 
-NEAR_THE_CROSSOVER = ((384, 80), (384, 96), (384, 128))
-"""`T` and `F` for which the model predicts similar times of plain expert parallelism and of domains across
-datacenters.
-"""
-
 WIDTH = 512
 
 DEVICES_PER_PROCESS = 2
@@ -228,12 +223,11 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--near", action="store_true", help="Use sizes near the crossover.")
 
 
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     sandbox.enter()
     rows: list[dict[str, Any]] = []
-    for num_tokens, inner in NEAR_THE_CROSSOVER if given.near else TOKENS_AND_INNER:
+    for num_tokens, inner in TOKENS_AND_INNER:
         rows += measure(num_tokens, inner, given.repeats)
     return {"points": table(rows), "measured": measured_table(rows)}
