@@ -16,7 +16,7 @@ from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.cli.planning import PlanRunner
 
 TRACES = Path(__file__).parents[1] / "traces"
-KINDS = {"no router loss": "free_0", "balance loss 1e-2": "loss_1"}
+KINDS = {"no router loss": "free_0", "balance loss 1e-2": "loss_0"}
 PHASES = {"steps 16-63": slice(16, 64), "steps 128-199": slice(128, 200)}
 """Training phases. In the first, routers still change, and a period of 64 steps has no plan yet."""
 
