@@ -21,10 +21,8 @@ from benchmarks.gpu.findings import Check, Finding, Scale
 from benchmarks.gpu.kit import Program, Programs, compile_all
 from benchmarks.render.results import Table, Value
 from jax_moe_lb.aot.targets import GPUS
-from jax_moe_lb.kernels import triton_product
 from jax_moe_lb.kernels.backends import BACKENDS, DIMENSIONS, KINDS, Backend, Kind, Product, choose_backend
 from jax_moe_lb.kernels.operands import RowGroups
-from jax_moe_lb.kernels.triton_outer import Tile
 
 BF16 = jnp.dtype(jnp.bfloat16)
 
@@ -136,11 +134,6 @@ def _tokamax(product: Product, left: Any, right: Any, groups: RowGroups) -> Any:
     )
 
 
-def _narrow(product: Product, left: Any, right: Any, groups: RowGroups) -> Any:
-    tile, transposed = Tile(128, 64, 64, 4, 4), product.is_transposed
-    return triton_product.product(left, right, group_sizes=groups.sizes, transposed=transposed, tile=tile)
-
-
 TABLE = "of the table"
 """Tiles of a backend as in the table of backends."""
 
@@ -148,9 +141,6 @@ BEST_OF_TOKAMAX = "128 x 128 x 64, 4 stages, persistent, 4 columns"
 
 OTHERS = (Kernel(backend_of("tokamax.ragged_dot", _tokamax), BEST_OF_TOKAMAX, PRODUCTS),)
 """Kernel measured beside those of the table: tokamax's with its best tiles."""
-
-NARROW = Kernel(backend_of("Triton kernel", _narrow), "128 x 64 x 64, 4 stages, 4 warps", PRODUCTS)
-"""Kernel measured for widths that are no multiples of 128, which it divides."""
 
 
 @dataclass(frozen=True)
@@ -275,13 +265,12 @@ COLUMNS = dict.fromkeys(("model", "product", "kind", "buffer rows", "rows", "ske
 
 def model_programs(model: Model) -> Programs:
     wanted: Programs = {}
-    others = [*OTHERS, *([NARROW] if model.hidden % 128 else [])]
     for case in cases(model):
         kind = case.product.kind
         chosen = choose_backend(case.product, "cuda").backend
         rows = [one for one in BACKENDS if one.platform == "cuda" and one.why_not_for(case.product) is None]
         of_table = [Kernel(one, TABLE, (kind,)) for one in dict.fromkeys([chosen, *rows])]
-        wanted |= programs(case, [*of_table, *(one for one in others if kind in one.kinds)])
+        wanted |= programs(case, [*of_table, *(one for one in OTHERS if kind in one.kinds)])
     return wanted
 
 

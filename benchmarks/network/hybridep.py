@@ -29,6 +29,9 @@ WIDTH = 512
 
 DEVICES_PER_PROCESS = 2
 
+REPEATS = 3
+"""Steps at each rate."""
+
 DEADLINE_S = 600
 """Time limit of one configuration in seconds."""
 
@@ -39,7 +42,7 @@ CLEARLY = 1.2
 # ---- a rank --------------------------------------------------------------------
 
 
-def body(rank: Rank, num_tokens: int, inner: int, repeats: int) -> list[dict[str, Any]]:
+def body(rank: Rank, num_tokens: int, inner: int) -> list[dict[str, Any]]:
     """Time every program at every rate on all ranks; rank 0 also sets the rate and reads the counters."""
     from benchmarks.network.jax_ranks import timed_at
     from benchmarks.network.layer import CHOICES, Sizes, jitted_step
@@ -47,7 +50,7 @@ def body(rank: Rank, num_tokens: int, inner: int, repeats: int) -> list[dict[str
     sizes, records = Sizes(num_tokens, WIDTH, inner), []
     for choice in CHOICES:
         label = f"T {num_tokens}, F {inner}, {choice}"
-        times = timed_at(rank, *jitted_step(choice, sizes), (None, *RATES_BITS_PER_S), repeats, label)
+        times = timed_at(rank, *jitted_step(choice, sizes), (None, *RATES_BITS_PER_S), REPEATS, label)
         at = {str(rate): {"seconds": seconds, "sent_bytes": sent} for rate, (seconds, sent) in times.items()}
         records.append({"sizes": dataclasses.asdict(sizes), "choice": dataclasses.asdict(choice), "at": at})
     return records
@@ -56,14 +59,14 @@ def body(rank: Rank, num_tokens: int, inner: int, repeats: int) -> list[dict[str
 # ---- the parent ----------------------------------------------------------------
 
 
-def measure(num_tokens: int, inner: int, repeats: int) -> list[dict[str, Any]]:
+def measure(num_tokens: int, inner: int) -> list[dict[str, Any]]:
     """Return one row per program and rate."""
     from benchmarks.network.jax_ranks import launch_jax
 
     with TwoDatacenters(1, None).build() as network:
         ranks = launch_jax(
             network,
-            lambda rank: body(rank, num_tokens, inner, repeats),
+            lambda rank: body(rank, num_tokens, inner),
             devices_per_process=DEVICES_PER_PROCESS,
             deadline_s=DEADLINE_S,
         )
@@ -221,13 +224,8 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
     return [*lines, f"Largest speed-up over plain: {max(point['speedup'] for point in found):.2f}."]
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--repeats", type=int, default=3)
-
-
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
+    del given
     sandbox.enter()
-    rows: list[dict[str, Any]] = []
-    for num_tokens, inner in TOKENS_AND_INNER:
-        rows += measure(num_tokens, inner, given.repeats)
+    rows = [row for sizes in TOKENS_AND_INNER for row in measure(*sizes)]
     return {"points": table(rows), "measured": measured_table(rows)}

@@ -144,6 +144,11 @@ def whole_mesh() -> Mesh:
     return jax.make_mesh(MESH_SHAPE, MESH_AXES, axis_types=axis_types, devices=jax.devices()[:NUM_RANKS])
 
 
+def placed(mesh: Mesh, array: np.ndarray, spec: PartitionSpec) -> jax.Array:
+    """Return an array on all processes, of which each makes its own part."""
+    return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])
+
+
 def domains_of(choice: Choice) -> tuple[Mesh, ExpertDomains]:
     base = whole_mesh()
     mesh = hybrid_mesh(base, {"dc": choice.dc, "gpu": choice.gpu})
@@ -176,9 +181,6 @@ def jitted_step(choice: Choice, sizes: Sizes) -> tuple[Wrapped, tuple]:
         0.1 * rng.standard_normal(s[1:], np.float32) + 0.01 * rng.standard_normal(s, np.float32) for s in shapes
     )
 
-    def place(array: np.ndarray, spec: PartitionSpec) -> jax.Array:
-        return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])
-
-    experts = Experts(place(up, specs[2]), place(down, specs[2]))
-    args = (place(x, specs[0]), place(kernel, specs[1]), experts)
+    experts = Experts(placed(mesh, up, specs[2]), placed(mesh, down, specs[2]))
+    args = (placed(mesh, x, specs[0]), placed(mesh, kernel, specs[1]), experts)
     return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True)), args

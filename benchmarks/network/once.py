@@ -33,6 +33,9 @@ DISPATCHES = ("Direct", "Once", "Forward")
 EXCHANGES = 5
 """Exchanges of rows in a step: dispatch and combine, and three backward, in which rows travel again."""
 
+REPEATS = 3
+"""Steps at each rate."""
+
 DEADLINE_S = 2400
 """Time limit of all programs of one division into processes, in seconds."""
 
@@ -60,9 +63,9 @@ def rows_between_nodes(dispatch: str) -> int:
 def step_of(name: str) -> tuple[Any, tuple]:
     """Return the jitted gradients of a layer, and its arguments, sharded over processes."""
     import jax
-    from jax.sharding import NamedSharding, PartitionSpec
+    from jax.sharding import PartitionSpec
 
-    from benchmarks.network.layer import MESH_AXES, whole_mesh
+    from benchmarks.network.layer import MESH_AXES, placed, whole_mesh
     from jax_moe_lb import Buffers, Experts, MoEParams, System, TopK, Topology, moe, transport
 
     mesh = whole_mesh()
@@ -84,11 +87,7 @@ def step_of(name: str) -> tuple[Any, tuple]:
         return (run(x, experts, kernel, weights) ** 2).sum()
 
     rng = np.random.default_rng(1)
-    draw = partial(rng.standard_normal, dtype=np.float32)
-
-    def place(array: np.ndarray, spec: PartitionSpec) -> jax.Array:
-        return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])
-
+    draw, place = partial(rng.standard_normal, dtype=np.float32), partial(placed, mesh)
     up, down = draw((EXPERTS, WIDTH, INNER)), draw((EXPERTS, INNER, WIDTH))
     weights = Experts(place(0.1 * up, by_rank), place(0.1 * down, by_rank))
     kernel = place(0.1 * draw((WIDTH, EXPERTS)), PartitionSpec())
@@ -96,13 +95,13 @@ def step_of(name: str) -> tuple[Any, tuple]:
     return jax.jit(jax.grad(loss, argnums=(0, 1, 2))), args
 
 
-def body(rank: Rank, repeats: int) -> list[dict[str, Any]]:
+def body(rank: Rank) -> list[dict[str, Any]]:
     """Time every program at every rate on all ranks; rank 0 also sets the rate and reads the counters."""
     from benchmarks.network.jax_ranks import timed_at
 
     found = []
     for name in DISPATCHES:
-        timed = timed_at(rank, *step_of(name), RATES_BITS_PER_S, repeats, name)
+        timed = timed_at(rank, *step_of(name), RATES_BITS_PER_S, REPEATS, name)
         times = [seconds for seconds, _ in timed.values()]
         sent = [max(of_nodes, default=0) for _, steps in timed.values() for of_nodes in steps]
         found.append({"dispatch": name, "seconds": times, "sent_bytes": sent})
@@ -112,14 +111,12 @@ def body(rank: Rank, repeats: int) -> list[dict[str, Any]]:
 # ---- the parent ----------------------------------------------------------------
 
 
-def rows_of(processes: int, devices: int, repeats: int) -> list[list[Value]]:
+def rows_of(processes: int, devices: int) -> list[list[Value]]:
     """Return the rows of the table for one division into processes."""
     from benchmarks.network.jax_ranks import launch_jax
 
     with TwoDatacenters(processes // NODES, None).build() as network:
-        ranks = launch_jax(
-            network, lambda rank: body(rank, repeats), devices_per_process=devices, deadline_s=DEADLINE_S
-        )
+        ranks = launch_jax(network, body, devices_per_process=devices, deadline_s=DEADLINE_S)
     table: list[list[Value]] = []
     for of_ranks in zip(*ranks, strict=True):
         first = of_ranks[0]
@@ -133,13 +130,10 @@ def rows_of(processes: int, devices: int, repeats: int) -> list[list[Value]]:
     return table
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--repeats", type=int, default=3, help="Steps at each rate.")
-
-
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
+    del given
     sandbox.enter()
-    of_each = [rows_of(*processes, given.repeats) for processes in PROCESSES]
+    of_each = [rows_of(*processes) for processes in PROCESSES]
     rows = [row for rows in of_each for row in rows]
     columns = {"processes x devices": "", "dispatch": "", "rows": "d", "expected MB": ".2f"}
     columns |= {"counted MB": ".2f", "counted / expected": ".2f"}

@@ -11,7 +11,6 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +53,9 @@ COLUMNS = {
     "after": ".2f",
 }
 
+RAW = Path("runs/whole_runs.json")
+"""File of raw measurements."""
+
 Blocks = dict[str, Any]
 """Seconds of the blocks of a run, and loss and imbalance of its steps."""
 
@@ -72,7 +74,7 @@ def table(blocks: Mapping[str, Blocks]) -> Table:
     return Table(COLUMNS, rows)
 
 
-def measure(bed: Testbed, given: argparse.Namespace) -> dict[str, Blocks]:
+def measure(bed: Testbed) -> dict[str, Blocks]:
     """Train all runs, and return the blocks of each on this rank; rank 0 also writes them after each block."""
     from benchmarks.network.jax_ranks import barrier
 
@@ -83,7 +85,7 @@ def measure(bed: Testbed, given: argparse.Namespace) -> dict[str, Blocks]:
     batches = {name: Batches(corpus, **loading, rows=rows_here(sharding, size)) for name in programs}
     found: dict[str, Blocks] = {name: defaultdict(list) for name in programs}
     bed.limits(RATE, CORES)
-    for _ in range(given.steps // BLOCK):
+    for _ in range(STEPS // BLOCK):
         for name, program in programs.items():
             of = found[name]
             barrier("block")
@@ -96,27 +98,17 @@ def measure(bed: Testbed, given: argparse.Namespace) -> dict[str, Blocks]:
             of["seconds"].append(time.perf_counter() - start_s)
             bed.say(f"{name}: {len(of['loss'])} steps, {of['seconds'][-1] / BLOCK:.3f} s")
         if bed.rank.index == 0:
-            given.raw.write_text(json.dumps(found))
+            RAW.write_text(json.dumps(found))
     bed.limits(None, None)
     return found
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=STEPS, help="Steps of a run.")
-    parser.add_argument("--raw", type=Path, default=Path("runs/whole_runs.json"), help="File of raw measurements.")
-
-
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
-    """Return the speed and loss of all runs.
-
-    Raises:
-        ValueError: `--steps` is no multiple of `BLOCK`.
-    """
-    if given.steps < BLOCK or given.steps % BLOCK:
-        raise ValueError(f"--steps is {given.steps}; expected a multiple of {BLOCK}")
+    """Return the speed and loss of all runs."""
+    del given
     os.environ["GLIBC_TUNABLES"] = KEEP_MEMORY
     sandbox.enter()
-    given.raw.parent.mkdir(parents=True, exist_ok=True)
-    ranks = run(partial(measure, given=given), 4 * 3600)
+    RAW.parent.mkdir(parents=True, exist_ok=True)
+    ranks = run(measure, 4 * 3600)
     slowest = {name: np.max([of[name]["seconds"] for of in ranks], 0).tolist() for name in RUNS}
     return {"runs": table({name: {**ranks[0][name], "seconds": slowest[name]} for name in RUNS})}
