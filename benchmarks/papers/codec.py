@@ -14,7 +14,6 @@ Mean and encoding use the weights of the current step. Encoding ahead, after the
 """
 
 import argparse
-import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -41,11 +40,47 @@ CODECS = {
     "ratio 50, alone": Codec(50.0, CodecBase.ZERO, 1.0),
     "ratio 50, remembered": Codec(50.0, CodecBase.REMEMBERED, 1.0),
 }
+GRADIENT_CODECS = {
+    "whole": Codec(),
+    "gradients 5": Codec(gradient_ratio=5.0),
+    "gradients 10": Codec(gradient_ratio=10.0),
+    "gradients 50": Codec(gradient_ratio=50.0),
+}
 DOMAIN = 4
 """Devices of an expert domain."""
 
-AVERAGED_STEPS = 20
-"""Number of last steps over which the final loss is averaged."""
+AVERAGED_STEPS, AVERAGED_GRADIENT_STEPS = 20, 100
+"""Last steps over which the final loss is averaged."""
+
+SIZES = {
+    "model": {"num_layers": 2, "embed_dim": 64, "num_heads": 2, "mlp_dim": 64, "num_experts": 8},
+    "parallel": {"expert_parallel": DOMAIN},
+    "batch": {"size": 16, "sequence_length": 64},
+    "validation": {"batches": 64},
+}
+"""Sizes of the model with encoded gradients."""
+
+
+def final_losses(
+    config: TrainConfig, codecs: Mapping[str, Codec], seeds: int, averaged_steps: int
+) -> dict[str, np.ndarray]:
+    """Train with each codec, and return the final training and validation loss of each seed, `[seeds, 2]`."""
+    corpus, whole = default_corpus(config.data.max_corpus_bytes), make_mesh(config.parallel)
+    mesh = hybrid_mesh(whole, {"expert": DOMAIN})
+    domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(whole))
+    found: dict[str, np.ndarray] = {}
+    for name, codec in codecs.items():
+        system = plain(Buffers(2.0)).replace(migrate=GatherExpertDomain(domains, codec))
+        # The seed is no part of a step, so all seeds run one compiled program.
+        programs, losses = make_programs(config, mesh, system), []
+        for seed in range(seeds):
+            seeded = replace(config, seed=seed)
+            state = make_programs(seeded, mesh, system).init()
+            steps, validation = train_from(state, programs, seeded, mesh, corpus)
+            losses.append((float(np.mean(steps[-averaged_steps:])), validation))
+            print(f"{name}, seed {seed}: {losses[-1][0]:.4f}, validation {validation:.4f}", flush=True)
+        found[name] = np.asarray(losses)
+    return found
 
 
 def train_from(
@@ -61,60 +96,20 @@ def train_from(
     return losses, float(np.mean([float(programs.evaluate(state, place_batch(batch, mesh))) for batch in batches]))
 
 
-def table(results: dict[tuple[str, int], tuple[list[float], float]], seeds: list[int]) -> Table:
+def table(results: Mapping[str, np.ndarray]) -> Table:
     """Return final losses, and their gaps to the first codec for the same seed."""
     columns = {"codec": "", "training loss": ".4f", "training gap": "+.4f"}
     columns |= {"validation loss": ".4f", "validation gap": "+.4f", "largest gap": "+.4f"}
     rows: list[list[Value]] = []
-    ends = {key: (float(np.mean(losses[-AVERAGED_STEPS:])), last) for key, (losses, last) in results.items()}
-    for name in CODECS:
-        mine = np.asarray([ends[name, seed] for seed in seeds])
-        gaps = mine - np.asarray([ends["ratio 1", seed] for seed in seeds])
-        (loss, validation), (gap, validation_gap) = mine.mean(0), gaps.mean(0)
+    for name, losses in results.items():
+        gaps = losses - results["ratio 1"]
+        (loss, validation), (gap, validation_gap) = losses.mean(0), gaps.mean(0)
         rows.append([name, *map(float, (loss, gap, validation, validation_gap, gaps[:, 1].max()))])
     return Table(columns, rows)
 
 
-# ---- gradients ------------------------------------------------------------------------
-
-NUM_DEVICES, AVERAGED_GRADIENT_STEPS = 4, 100
-GRADIENT_CODECS = {
-    "whole": Codec(),
-    "gradients 5": Codec(gradient_ratio=5.0),
-    "gradients 10": Codec(gradient_ratio=10.0),
-    "gradients 50": Codec(gradient_ratio=50.0),
-}
-SIZES = {
-    "model": {"num_layers": 2, "embed_dim": 64, "num_heads": 2, "mlp_dim": 64, "num_experts": 8},
-    "parallel": {"expert_parallel": NUM_DEVICES},
-    "batch": {"size": 16, "sequence_length": 64},
-    "validation": {"batches": 64},
-}
-
-
-def final_losses(
-    config: TrainConfig, mesh: Mesh, name: str, domains: ExpertDomains, corpus: Corpus, seeds: int
-) -> np.ndarray:
-    """Train with one codec and return the final training and validation loss of each seed, `[seeds, 2]`."""
-    system = plain(Buffers(2.0)).replace(migrate=GatherExpertDomain(domains, GRADIENT_CODECS[name]))
-    # The seed is no part of a step, so all seeds run one compiled program.
-    programs = make_programs(config, mesh, system)
-    found = []
-    for seed in range(seeds):
-        seeded = replace(config, seed=seed)
-        state = make_programs(seeded, mesh, system).init()
-        losses, validation = train_from(state, programs, seeded, mesh, corpus)
-        found.append((float(np.mean(losses[-AVERAGED_GRADIENT_STEPS:])), validation))
-        print(f"{name}, seed {seed}: {found[-1][0]:.4f}, validation {validation:.4f}", flush=True)
-    return np.asarray(found)
-
-
-def gradient_table(config: TrainConfig, corpus: Corpus, seeds: int) -> Table:
+def gradient_table(results: Mapping[str, np.ndarray], title: str) -> Table:
     """Return the final losses of each codec as means over seeds, and their gaps to the first codec in %."""
-    whole = make_mesh(config.parallel)
-    mesh = hybrid_mesh(whole, {"expert": NUM_DEVICES})
-    domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(whole))
-    results = {name: final_losses(config, mesh, name, domains, corpus, seeds) for name in GRADIENT_CODECS}
     rows: list[list[Value]] = []
     for name, losses in results.items():
         gaps = 100 * (losses / results["whole"] - 1)
@@ -124,7 +119,7 @@ def gradient_table(config: TrainConfig, corpus: Corpus, seeds: int) -> Table:
     for split in ("training", "validation"):
         columns |= {f"{split} loss": ".4f", f"{split} gap, %": "+.2f"}
         columns |= {f"smallest {split} gap, %": "+.2f", f"largest {split} gap, %": "+.2f"}
-    return Table(columns, rows, f"Loss after {config.steps:,} steps in nats per byte, mean of {seeds} seeds")
+    return Table(columns, rows, title)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -134,20 +129,12 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
-    base = PRESETS["tiny"]
-    corpus, results = default_corpus(base.data.max_corpus_bytes), {}
+    config = updated(PRESETS["tiny"], {"steps": given.steps})
     if given.gradients:
-        use_virtual_cpu_devices(NUM_DEVICES)
-        sizes = {**SIZES, "steps": given.steps, "optimizer": {"warmup_steps": given.steps // 20}}
-        return {"losses": gradient_table(updated(base, sizes), corpus, given.seeds)}
-    use_virtual_cpu_devices(8)
-    whole = make_mesh(base.parallel)
-    mesh = hybrid_mesh(whole, {"expert": DOMAIN})
-    domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(whole))
-    for seed, name in itertools.product(range(given.seeds), CODECS):
-        config = updated(base, {"steps": given.steps, "seed": seed})
-        system = plain(Buffers(2.0)).replace(migrate=GatherExpertDomain(domains, CODECS[name]))
-        programs = make_programs(config, mesh, system)
-        losses, last = results[name, seed] = train_from(programs.init(), programs, config, mesh, corpus)
-        print(f"{name}, seed {seed}: {losses[-1]:.4f}, validation {last:.4f}", flush=True)
-    return {"codecs": table(results, list(range(given.seeds)))}
+        config = updated(config, {**SIZES, "optimizer": {"warmup_steps": given.steps // 20}})
+    use_virtual_cpu_devices(config.parallel.num_shards)
+    if given.gradients:
+        losses = final_losses(config, GRADIENT_CODECS, given.seeds, AVERAGED_GRADIENT_STEPS)
+        title = f"Loss after {given.steps:,} steps in nats per byte, mean of {given.seeds} seeds"
+        return {"losses": gradient_table(losses, title)}
+    return {"codecs": table(final_losses(config, CODECS, given.seeds, AVERAGED_STEPS))}
