@@ -34,27 +34,25 @@ COLUMNS |= {"over both GB": ".1f", "host waits": "d"}
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", nargs="*", default=("h100", "h200"), metavar="GPU", help="GPUs (default h100 h200)")
-    parser.add_argument("--model", nargs="*", default=MODELS, choices=PUBLISHED_NAMES, help="models")
-    parser.add_argument("--system", default="exact", help="load-balancing system (default exact)")
 
 
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     use_no_accelerators()
     rows: list[list[Value]] = []
     for device in given.device:
-        for preset in given.model:
-            found = smallest(preset, device, given.system)
+        for preset in MODELS:
+            found = smallest(preset, device)
             none = [PUBLISHED_NAMES[preset], f"none up to {device}:{NODES[-1]}x8", *[None] * (len(COLUMNS) - 2)]
             rows.append(row(*found) if found else none)
             print(rows[-1], flush=True)
     return {"clusters": Table(COLUMNS, rows)}
 
 
-def smallest(preset: str, device: str, system: str) -> tuple[TrainConfig, ProgramReport] | None:
+def smallest(preset: str, device: str) -> tuple[TrainConfig, ProgramReport] | None:
     """Return the smallest cluster on which a step fits, `None` if there is none."""
     for nodes in NODES:
         target = Target.parse(f"{device}:{nodes}x8")
-        run = published_run(preset, target, {"parallel": {"system": system}})
+        run = published_run(preset, target, {"parallel": {"system": "exact"}})
         if target.device is None or state_bytes(run, target) * WITH_GRADIENTS > target.device.memory_bytes:
             continue
         with quiet_stderr():

@@ -23,7 +23,7 @@ from jax.stages import Compiled, Lowered
 from benchmarks.gpu.clocks import Clocks
 from benchmarks.gpu.compiled import WITHOUT_GRAPHS
 from benchmarks.gpu.findings import Check, Finding, Scale
-from benchmarks.gpu.kit import compile_all, in_words
+from benchmarks.gpu.kit import compile_all, in_words, lowered
 from benchmarks.gpu.layers import mesh_of
 from benchmarks.gpu.one_rank import LocalExchange, RankInputs, rank_step
 from benchmarks.plans.popular_ranks import Case, popularity
@@ -230,11 +230,7 @@ class RankProgram(NamedTuple):
         inputs = jax.tree.map(
             lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=whole), input_shapes(self.layer, self.name)
         )
-        step = program(self.layer, variants(self.layer)[self.name], mesh)
-        if device is None:
-            return step.lower(inputs)
-        with jax.default_device(device):
-            return step.trace(inputs).lower(lowering_platforms=("cuda",))
+        return lowered(program(self.layer, variants(self.layer)[self.name], mesh), [inputs], device)
 
     def options(self, device: jax.Device | None) -> dict[str, Any]:
         """Return the compiler options, by default those of users."""

@@ -10,7 +10,7 @@ import pickle
 import re
 import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
-from jax.stages import Compiled, Lowered
+from jax.stages import Compiled, Lowered, Wrapped
 
 from benchmarks.gpu.device import gpu_kind
 
@@ -40,6 +40,14 @@ class AheadProgram(Protocol):
         """Return the compiler options."""
 
 
+def lowered(function: Wrapped, arguments: Sequence[Any], device: jax.Device | None) -> Lowered:
+    """Trace a function for an absent device, or for the default one if `None`."""
+    if device is None:
+        return function.lower(*arguments)
+    with jax.default_device(device):
+        return function.trace(*arguments).lower(lowering_platforms=("cuda",))
+
+
 class Program(NamedTuple):
     """Function and the shapes of its arguments."""
 
@@ -48,12 +56,11 @@ class Program(NamedTuple):
 
     def lower(self, device: jax.Device | None) -> Lowered:
         """Trace the function for an absent device, or for the default one if `None`."""
-        if device is None:
-            return jax.jit(self.function).lower(*self.arguments)
-        sharding = jax.sharding.SingleDeviceSharding(device)
-        arguments = [jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding) for one in self.arguments]
-        with jax.default_device(device):
-            return jax.jit(self.function).trace(*arguments).lower(lowering_platforms=("cuda",))
+        sharding = None if device is None else jax.sharding.SingleDeviceSharding(device)
+        arguments = jax.tree.map(
+            lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding), self.arguments
+        )
+        return lowered(jax.jit(self.function), arguments, device)
 
     def options(self, device: jax.Device | None) -> dict[str, Any]:
         """Return no options."""

@@ -23,6 +23,7 @@ from models.data.sources import default_corpus
 from models.mesh import make_mesh, place_batch
 from models.training.step import make_programs
 
+STEPS = 50
 WIRES = {"rows in fp8": jnp.float8_e4m3fn, "rows in int8": jnp.int8}
 
 BLOCK = 32
@@ -72,18 +73,15 @@ def steps_before(wrong: np.ndarray) -> int:
     return int(np.argmax(np.append(wrong, True)))
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--systems", nargs="+", default=[*system_names(), *(f"exact, {wire}" for wire in WIRES)])
-
-
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
-    config = dataclasses.replace(PRESETS["tiny"], steps=given.steps)
+    del given
+    config = dataclasses.replace(PRESETS["tiny"], steps=STEPS)
     use_virtual_cpu_devices(config.parallel.num_shards)
     corpus = default_corpus(config.data.max_corpus_bytes)
     plain = train(config, corpus, "plain")
     rows = []
-    for name in ["plain", *(name for name in given.systems if name != "plain")]:
+    systems = [*system_names(), *(f"exact, {wire}" for wire in WIRES)]
+    for name in ["plain", *(name for name in systems if name != "plain")]:
         run = plain if name == "plain" else train(config, corpus, name)
         apart = np.abs(run["loss"] / plain["loss"] - 1)
         other = (run["counts"] != plain["counts"]).reshape(len(apart), -1).any(1)

@@ -50,13 +50,14 @@ def compiled(monkeypatch):
     monkeypatch.setattr(clusters, "dry_run", compile_for)
     monkeypatch.setattr(clusters, "state_bytes", lambda run, target: STATE_BYTES // run.parallel.num_shards)
     monkeypatch.setattr(clusters, "use_no_accelerators", lambda: None)
+    monkeypatch.setattr(clusters, "MODELS", ("mixtral-8x7b",))
     return targets
 
 
 def test_the_first_that_fits_is_found(compiled):
-    run, report = clusters.smallest("mixtral-8x7b", "h100", "plain")
+    run, report = clusters.smallest("mixtral-8x7b", "h100")
     assert report.target == "h100:4x8"
-    assert (run.parallel.data_parallel, run.parallel.system) == (4, "plain")
+    assert (run.parallel.data_parallel, run.parallel.system) == (4, "exact")
     # One node is too small for parameters, moments and gradients.
     assert compiled == ["h100:2x8", "h100:4x8"]
 
@@ -70,8 +71,7 @@ def test_bytes_are_summed_by_axes():
 
 
 def test_a_table_has_a_line_for_each_model(compiled):
-    given = argparse.Namespace(device=["h100"], model=["mixtral-8x7b"], system="exact")
-    table = clusters.benchmark(given)["clusters"]
+    table = clusters.benchmark(argparse.Namespace(device=["h100"]))["clusters"]
     assert [row[:2] for row in table.rows] == [["Mixtral-8x7B", "h100:4x8"]]
     assert "| 35.0 |" not in str(table)
     assert "| 16.0 | 65.0 | 85.0 |" in str(table)
@@ -79,4 +79,4 @@ def test_a_table_has_a_line_for_each_model(compiled):
 
 def test_a_target_there_is_not_is_refused(compiled):
     with pytest.raises(ValueError, match="target is 'abacus:1x8'; expected"):
-        clusters.benchmark(argparse.Namespace(device=["abacus"], model=["mixtral-8x7b"], system="exact"))
+        clusters.benchmark(argparse.Namespace(device=["abacus"]))
