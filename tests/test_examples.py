@@ -20,10 +20,7 @@ EVERYDAY = {"own_balancer"}
 BALANCED = r"1\.0\d"
 
 PRINTED = {
-    "quickstart": (
-        r"plain +\d\.\d+ -> \d\.\d+ +[2-9] +0 KiB",
-        rf"greedy +\d\.\d+ -> {BALANCED} +1 +[1-9]\d* KiB",
-    ),
+    "quickstart": (r"plain +\d\.\d+ -> \d\.\d+ +[2-9] +0 KiB", rf"greedy +\d\.\d+ -> {BALANCED} +1 +[1-9]\d* KiB"),
     "own_balancer": (
         r"imbalance 1\.\d+ -> 1\.\d+",
         r"refused: plan\.quota of expert 3 sums to \d+ tokens; expected the \d+ of counts",
@@ -33,10 +30,7 @@ PRINTED = {
         r"HybridEP: 48 KiB of experts",
         rf"Exact in dc 0: imbalance 1\.[4-9]\d -> {BALANCED}\n.*\nExact in dc 1: imbalance 1\.[4-9]\d -> {BALANCED}",
     ),
-    "one_round": (
-        r"skew 0\.0: one round, 1 needed, finite: True",
-        r"skew 8\.0: a loop, [3-6] needed, finite: True",
-    ),
+    "one_round": (r"skew 0\.0: one round, 1 needed, finite: True", r"skew 8\.0: a loop, [3-6] needed, finite: True"),
     "checkpoints": (
         r"exact: 8 ranks -> 1 x 16, difference (0e\+00|[0-9]e-0[6-9])",
         r"exact: 8 ranks -> 2 x 4, difference ",

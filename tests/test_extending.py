@@ -29,11 +29,7 @@ def all_gather():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "dispatch",
-    [Direct(Buffers(0.6)), TwoPhase(Buffers(0.6))],
-    ids=["one wave", "two phases"],
-)
+@pytest.mark.parametrize("dispatch", [Direct(Buffers(0.6)), TwoPhase(Buffers(0.6))], ids=["one wave", "two phases"])
 @pytest.mark.thorough
 def test_a_replication_from_outside_serves_in_every_wave(dispatch):
     """Values, and gradients by its `add_at_home`, equal a dense layer."""

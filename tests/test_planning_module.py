@@ -107,10 +107,7 @@ def test_other_dtypes_are_refused(dtype):
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (
-            lambda: _planning.eplb_plus(np.array(3, INT32), ONES, 1),
-            r"tokens has shape \[\]; expected \[\.\.\., E\]",
-        ),
+        (lambda: _planning.eplb_plus(np.array(3, INT32), ONES, 1), r"tokens has shape \[\]; expected \[\.\.\., E\]"),
         (lambda: _planning.eplb_plus(ONES, ONES[0], 1), r"placement has shape \[2\]; expected \[\.\.\., R, S\]"),
         (lambda: _planning.greedy(ONES, ONES[0], 1), r"quota has shape \[2\]; expected \[\.\.\., E, R\]"),
         (

@@ -68,8 +68,7 @@ def test_ranges_that_include_one_cannot_be_told_apart():
 
 
 @pytest.mark.parametrize(
-    ("times", "is_off"),
-    [((0.5, 1.005), False), ((0.5, 1.02), True), ((0.995, 0.995), True), ((0.98, 0.98), False)],
+    ("times", "is_off"), [((0.5, 1.005), False), ((0.5, 1.02), True), ((0.995, 0.995), True), ((0.98, 0.98), False)]
 )
 def test_plain_suffices_without_a_gain_or_where_it_is_faster(times, is_off):
     report = judged(Choice(), Evaluator(MODEL, machine(), Step()), drawn(1.0)).report

@@ -7,18 +7,7 @@ import typing
 import numpy as np
 
 from jax_moe_lb import Balancer, balancers, contrib
-from jax_moe_lb.balancers import (
-    EPLB,
-    Chain,
-    Cost,
-    Exact,
-    FasterMoE,
-    Given,
-    Greedy,
-    HostCallback,
-    RailS,
-    UltraEP,
-)
+from jax_moe_lb.balancers import EPLB, Chain, Cost, Exact, FasterMoE, Given, Greedy, HostCallback, RailS, UltraEP
 from jax_moe_lb.contrib import LPLB
 
 VALUES = {

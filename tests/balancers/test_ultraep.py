@@ -101,13 +101,5 @@ def test_means_of_the_published_simulations():
         remote = 100 * moved.rows / total
         anywhere = replace(plan, split=Split("proportional", locality=False))
         remote_without_locality = 100 * traffic(anywhere, counts).rows / total
-        results.append(
-            (
-                imbalance(load(plan)),
-                copies.sum(),
-                copies.max(),
-                remote,
-                remote_without_locality,
-            )
-        )
+        results.append((imbalance(load(plan)), copies.sum(), copies.max(), remote, remote_without_locality))
     np.testing.assert_allclose(np.mean(results, axis=0), [1.03, 45, 6.8, 96.0, 98.4], rtol=0.02)

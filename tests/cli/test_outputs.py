@@ -156,8 +156,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "out"),
-    [(name, one) for name in COMMANDS for one, mark in COMMANDS[name].outputs.items() if mark.suffix],
+    ("name", "out"), [(name, one) for name in COMMANDS for one, mark in COMMANDS[name].outputs.items() if mark.suffix]
 )
 def test_an_existing_file_of_another_kind_is_kept(name, out, tmp_path, capsys):
     for other, content in OTHERS.items():

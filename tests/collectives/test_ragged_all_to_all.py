@@ -57,10 +57,7 @@ def reference(operand, output, starts, sizes, landings):
     return out
 
 
-MESHES = {
-    ("expert",): make_mesh((8,), ("expert",)),
-    ("node", "gpu"): make_mesh((2, 4), ("node", "gpu")),
-}
+MESHES = {("expert",): make_mesh((8,), ("expert",)), ("node", "gpu"): make_mesh((2, 4), ("node", "gpu"))}
 RUN = {axes: exchange(mesh, axes) for axes, mesh in MESHES.items()}
 
 

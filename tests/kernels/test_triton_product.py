@@ -11,14 +11,7 @@ from jax.experimental import pallas
 from jax_moe_lb.kernels import backends as grouped_kernels
 from jax_moe_lb.kernels import grouped_matmul as op
 from jax_moe_lb.kernels.triton_product import NEIGHBORS, PRODUCT
-from tests.kernels.backend_cases import (
-    assert_products,
-    check_gradients,
-    make_operands,
-    matmul_of,
-    on_cuda,
-    rejected,
-)
+from tests.kernels.backend_cases import assert_products, check_gradients, make_operands, matmul_of, on_cuda, rejected
 
 TRITON = "Triton kernel"
 WIDTHS = (128, 256)

@@ -23,10 +23,7 @@ from tests.layer_cases import (
 )
 
 CASE, NUM_RANKS = Case(num_experts=8), 4
-SYSTEMS = {
-    "replicas in rounds": exact(1, Buffers(headroom=0.3)),
-    "two phases": feplb(2),
-}
+SYSTEMS = {"replicas in rounds": exact(1, Buffers(headroom=0.3)), "two phases": feplb(2)}
 RELATIVE = {"float32": 1e-5, "bfloat16": 4e-2}
 
 
@@ -59,10 +56,7 @@ def assert_frozen(of_experts):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        ("replicas in rounds", "float32"),
-        pytest.param("two phases", "bfloat16", marks=pytest.mark.thorough),
-    ],
+    [("replicas in rounds", "float32"), pytest.param("two phases", "bfloat16", marks=pytest.mark.thorough)],
 )
 def test_adapters_equal_merged_matrices(name, dtype):
     args = arguments(dtype)

@@ -9,16 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.layer.workloads import WORKLOADS
-from jax_moe_lb import (
-    Buffers,
-    TopK,
-    Topology,
-    exact,
-    feplb,
-    greedy,
-    plain,
-    rails,
-)
+from jax_moe_lb import Buffers, TopK, Topology, exact, feplb, greedy, plain, rails
 from jax_moe_lb.layer.route import as_int32
 from jax_moe_lb.routing import ForceBalanced
 from jax_moe_lb.transport import Saved

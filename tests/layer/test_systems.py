@@ -2,20 +2,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_moe_lb import (
-    Buffers,
-    Chain,
-    Cost,
-    System,
-    Topology,
-    exact,
-    feplb,
-    greedy,
-    hybridep,
-    rails,
-    two_tier,
-    ultraep,
-)
+from jax_moe_lb import Buffers, Chain, Cost, System, Topology, exact, feplb, greedy, hybridep, rails, two_tier, ultraep
 from jax_moe_lb.balancers import Exact, Greedy, LayerCost, RailS, UltraEP
 from jax_moe_lb.core import load, plain_plan
 from jax_moe_lb.planners.exact_search import exact_in_jax

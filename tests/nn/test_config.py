@@ -44,11 +44,7 @@ def test_systems_keep_what_is_not_replaced():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "num_experts", "slots"),
-    [
-        pytest.param(4, 8, 2, marks=pytest.mark.thorough),
-        (2, 2, 1),
-        pytest.param(1, 4, 0, marks=pytest.mark.thorough),
-    ],
+    [pytest.param(4, 8, 2, marks=pytest.mark.thorough), (2, 2, 1), pytest.param(1, 4, 0, marks=pytest.mark.thorough)],
 )
 def test_the_default_system_balances_with_slots_that_fit(num_ranks, num_experts, slots):
     mesh = make_mesh((num_ranks,), ("expert",))

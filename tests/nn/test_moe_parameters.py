@@ -7,18 +7,9 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jax_moe_lb import (
-    Precision,
-    as_linen,
-)
+from jax_moe_lb import Precision, as_linen
 from tests.layer_cases import assert_close, make_mesh
-from tests.nn.moe_cases import (
-    INNER,
-    WIDTH,
-    dense_layer,
-    make,
-    tokens,
-)
+from tests.nn.moe_cases import INNER, WIDTH, dense_layer, make, tokens
 
 
 @pytest.mark.slow

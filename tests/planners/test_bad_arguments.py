@@ -80,11 +80,7 @@ def test_bad_shapes_are_refused(name, operands, message):
     ("name", "operands", "message"),
     [
         ("greedy", (np.add(PLACEMENT, [[0], [1]]), ONES), "rank 1, slot 0 is 2; expected an expert below 2, or -1"),
-        (
-            "greedy",
-            (np.subtract(PLACEMENT, [[3], [0]]), ONES),
-            "slot 0 is -3; expected an expert below 2, or -1",
-        ),
+        ("greedy", (np.subtract(PLACEMENT, [[3], [0]]), ONES), "slot 0 is -3; expected an expert below 2, or -1"),
         *(
             (name, (PLACEMENT[::-1], ONES), "placement of rank 0, slot 0 is 1; expected its home expert 0")
             for name in ("ultraep", "feplb")

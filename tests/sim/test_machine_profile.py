@@ -36,9 +36,7 @@ def test_nothing_is_said_of_sound_figures():
 
 def test_figures_far_from_the_preset_are_named():
     slow = replace(SOUND, exchanges=(NODE, replace(GPU, bytes_per_s=60e9)))
-    assert list(warnings(slow)) == [
-        "the rate of level gpu is 6e+10 B/s, 4.5 times below the 2.7e+11 of h100_node",
-    ]
+    assert list(warnings(slow)) == ["the rate of level gpu is 6e+10 B/s, 4.5 times below the 2.7e+11 of h100_node"]
     assert "# Warning: the rate of level gpu is" in to_yaml(slow, 256, 512)
     # There is no reference for a device without a preset.
     assert list(warnings(replace(slow, machine="node, 16 x Another", platform="tpu"))) == []

@@ -9,16 +9,7 @@ from jax_moe_lb import Buffers, exact, plain, ultraep
 from jax_moe_lb.core.plan import Plan, plain_plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.layer.systems import feplb
-from jax_moe_lb.sim import (
-    AnalyticGemm,
-    Cluster,
-    Communication,
-    Links,
-    Migration,
-    ModelShape,
-    simulate,
-    skewed_counts,
-)
+from jax_moe_lb.sim import AnalyticGemm, Cluster, Communication, Links, Migration, ModelShape, simulate, skewed_counts
 from jax_moe_lb.sim.network import busy_s, latency_s, level_seconds
 from jax_moe_lb.sim.padded import (
     PaddedHop,

@@ -34,17 +34,7 @@ from tests.stress.inputs import Inputs, draw_arguments, draw_fixed, draw_params,
 from tests.stress.patterns import PATTERNS, Pattern
 from tests.stress.signatures import DTYPES, Draw, draw_layer, plans_on_host
 from tests.stress.sizes import with_sizes
-from tests.stress.transformations import (
-    FORMS,
-    LAYERS,
-    TRANSFORMATIONS,
-    Parts,
-    Rest,
-    exported,
-    fits,
-    residual,
-    step_of,
-)
+from tests.stress.transformations import FORMS, LAYERS, TRANSFORMATIONS, Parts, Rest, exported, fits, residual, step_of
 
 TOLERANCES = {"float64": 1e-14, "float32": 4e-6, "bfloat16": 2.5e-2}
 """Tolerance by the narrowest dtype, relative to the largest entry, or to the largest sum of absolute terms.

@@ -184,9 +184,7 @@ def test_packing_ahead_is_packing_on_the_way():
 
     experts = alike(8)
     jax.tree.map(
-        np.testing.assert_array_equal,
-        on_mesh(mesh, domains, ahead, experts),
-        on_mesh(mesh, domains, migrate, experts),
+        np.testing.assert_array_equal, on_mesh(mesh, domains, ahead, experts), on_mesh(mesh, domains, migrate, experts)
     )
     # The mean of all experts, including other domains, is equal on all ranks.
     mean = on_mesh(mesh, domains, lambda home: average(home, domains.expert_axes), experts, out=PartitionSpec())

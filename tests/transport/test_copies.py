@@ -56,11 +56,7 @@ def test_unrouted_copies_come_last_in_the_sending_order():
 def test_copies_are_gathered_without_selections_of_indices(per_token):
     order = jnp.asarray(np.random.default_rng(0).permutation(6 * per_token), jnp.int32)
     receipt = Receipt(
-        rounds=jnp.int32(1),
-        follows_plan=None,
-        order=order,
-        place=inverse_order(order),
-        num_going=jnp.int32(order.size),
+        rounds=jnp.int32(1), follows_plan=None, order=order, place=inverse_order(order), num_going=jnp.int32(order.size)
     )
     tokens = jnp.arange(6 * 8.0).reshape(6, 8)
     gather = jax.jit(lambda tokens, receipt: to_sending_order(tokens, receipt, per_token))

@@ -14,14 +14,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Buffers, Chain, MoEParams, MoEState, System, TokenInfo, TopK, Topology, moe, plain
 from jax_moe_lb.balancers import Exact, HybridEP, RailS
-from jax_moe_lb.transport import (
-    Codec,
-    Direct,
-    ExpertDomains,
-    GatherExpertDomain,
-    MultiRailDispatch,
-    hybrid_mesh,
-)
+from jax_moe_lb.transport import Codec, Direct, ExpertDomains, GatherExpertDomain, MultiRailDispatch, hybrid_mesh
 from tests.algorithm_1 import collectives, connected, links, pairs
 from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 

@@ -48,11 +48,7 @@ def dense_of(router):
     def weighted(logits, bias, info):
         routing = router(logits, bias, info)
         served = routing.experts >= 0
-        return replace(
-            routing,
-            experts=jnp.maximum(routing.experts, 0),
-            weights=jnp.where(served, routing.weights, 0),
-        )
+        return replace(routing, experts=jnp.maximum(routing.experts, 0), weights=jnp.where(served, routing.weights, 0))
 
     return dense_with_gradients(weighted)
 

@@ -60,8 +60,7 @@ def order(monkeypatch, module):
 
 
 @pytest.mark.parametrize(
-    ("ordered", "platforms"),
-    [(in_order, ["cuda", "tpu"]), (in_order_on_cuda, ["cuda"]), (in_order_on_tpu, ["tpu"])],
+    ("ordered", "platforms"), [(in_order, ["cuda", "tpu"]), (in_order_on_cuda, ["cuda"]), (in_order_on_tpu, ["tpu"])]
 )
 def test_programs_of_these_platforms_have_the_barrier(ordered, platforms):
     traced = jax.jit(ordered).trace(jnp.zeros(3), jnp.ones(3))

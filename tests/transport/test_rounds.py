@@ -9,17 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.layer.workloads import WORKLOADS
-from jax_moe_lb import (
-    Buffers,
-    Experts,
-    TopK,
-    Topology,
-    exact,
-    feplb,
-    greedy,
-    plain,
-    ultraep,
-)
+from jax_moe_lb import Buffers, Experts, TopK, Topology, exact, feplb, greedy, plain, ultraep
 from jax_moe_lb.kernels import grouped_ffn
 from jax_moe_lb.kernels.grouped_matmul import grouped_outer
 from jax_moe_lb.transport import Direct, Gather, Once, Saved, slot_weights

@@ -32,10 +32,7 @@ def passes(folder: str, keep) -> None:
         ]
         write(
             HERE / folder / f"expert_distribution_recorder_1.5_{rank}.pt",
-            {
-                "records": records,
-                "last_physical_to_logical_map": places,
-            },
+            {"records": records, "last_physical_to_logical_map": places},
         )
 
 

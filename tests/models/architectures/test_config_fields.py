@@ -184,12 +184,7 @@ def test_upcycled_files_of_published_dense_models_are_read(fields, share):
 
 SCALED = {
     "linear": {"factor": 2.0},
-    "llama3": {
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-    },
+    "llama3": {"factor": 4.0, "original_max_position_embeddings": 64, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.5},
 }
 

@@ -136,10 +136,7 @@ def test_a_process_reads_no_row_of_another(monkeypatch):
 
 
 def test_another_state_is_refused(corpus):
-    with (
-        batches(corpus, [0]) as mine,
-        pytest.raises(ValueError, match=r"data state is {'next': 1}; expected"),
-    ):
+    with batches(corpus, [0]) as mine, pytest.raises(ValueError, match=r"data state is {'next': 1}; expected"):
         mine.restore({"next": 1})
 
 

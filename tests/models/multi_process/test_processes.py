@@ -21,11 +21,7 @@ def of_one_process(all_devices):
 
 # Each process compiles each program.
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("num_processes", "systems"),
-    [(2, ["hybridep"]), (4, ["exact"])],
-    ids=["2x4", "4x2"],
-)
+@pytest.mark.parametrize(("num_processes", "systems"), [(2, ["hybridep"]), (4, ["exact"])], ids=["2x4", "4x2"])
 def test_losses_are_those_of_one_process(of_one_process, num_processes, systems):
     port, program = str(free_port()), "tests.models.tiny_systems"
     ids = map(str, range(num_processes))

@@ -11,15 +11,7 @@ import time
 import pytest
 
 from models.multi_process.rendezvous import relay_to
-from models.multi_process.stalls import (
-    BEAT_S,
-    LIMIT_INTERVALS,
-    LIMIT_S,
-    SILENT_S,
-    Stall,
-    StallDetector,
-    StallLines,
-)
+from models.multi_process.stalls import BEAT_S, LIMIT_INTERVALS, LIMIT_S, SILENT_S, Stall, StallDetector, StallLines
 from models.run_folder.metrics import RunFolder
 from tests.models.kill_training import MAX_WAIT_S, losses, wait_for_steps
 from tests.models.processes import end, joined, train

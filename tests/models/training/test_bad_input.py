@@ -64,10 +64,7 @@ CASES = {
         ["--set", "model.further_weight=0.3"],
         "further_weight is 0.3; expected 0.0 without a checkpoint",
     ),
-    "stall": (
-        ["--set", "multi_process.stall_timeout_s=9"],
-        "stall_timeout_s is 9.0; expected a finite",
-    ),
+    "stall": (["--set", "multi_process.stall_timeout_s=9"], "stall_timeout_s is 9.0; expected a finite"),
     "endless stall": (["--set", "multi_process.stall_timeout_s=nan"], "stall_timeout_s is nan; expected a finite"),
     "empty data": (["--data", "empty"], "data is 'empty', which contains no bytes; expected"),
     "short data": (["--data", "short"], "expected more than sequence_length 128"),

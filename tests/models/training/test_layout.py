@@ -14,13 +14,7 @@ from typer.testing import CliRunner
 from jax_moe_lb.cli.app import app as tools
 from models.config import CheckpointConfig, ParallelConfig, RelocationConfig
 from models.mesh import make_mesh, make_system
-from models.run_folder.checkpoints import (
-    CheckpointMetadata,
-    Checkpoints,
-    parts,
-    restore_newest,
-    steps_in,
-)
+from models.run_folder.checkpoints import CheckpointMetadata, Checkpoints, parts, restore_newest, steps_in
 from models.run_folder.metrics import RunFolder
 from models.training.loop import Run, _restored
 from models.training.resume import as_before, layout_of
@@ -90,10 +84,7 @@ def test_a_run_goes_on_with_half_the_ranks_and_eplb(trained_run, command_line, t
     monkeypatch.setattr("models.train.prepare", lambda config, *rest, **options: configs.append(config) or exit(0))
     command_line(*["--resume", "--run-dir", "run", "--steps", "12"])
     command_line(*["--resume", "--run-dir", "run", "--steps", "12", "--system", "greedy"])
-    assert [config.parallel for config in configs] == [
-        ParallelConfig(1, 4, "eplb"),
-        ParallelConfig(1, 4, "greedy"),
-    ]
+    assert [config.parallel for config in configs] == [ParallelConfig(1, 4, "eplb"), ParallelConfig(1, 4, "greedy")]
     shutil.rmtree(folder.checkpoints / "10")
     with monkeypatch.context() as patched:
         patched.setattr("models.training.loop._finish", lambda *arguments: {})
