@@ -11,7 +11,6 @@ import pytest
 from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Buffers, TopK, Topology, exact, feplb, greedy, plain, rails
 from jax_moe_lb.layer.route import as_int32
-from jax_moe_lb.routing import ForceBalanced
 from jax_moe_lb.transport import Saved
 from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 
@@ -135,19 +134,6 @@ def test_stats_say_what_happened():
     assert stats.weight_bytes_moved[0] % expert_bytes == 0
     assert 1 <= stats.weight_bytes_moved[0] // expert_bytes <= 16
     assert 0 < stats.rows_moved[0] <= before.sum()
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_force_balanced_routing_needs_no_balancing():
-    case, mesh = Case(), make_mesh((8,), ("expert",))
-    router = ForceBalanced(TopK(2))
-    args = arguments(case, BY_NAME["one_hot"], 8)
-    (y, stats), gradients = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), plain(), router))(*args)
-    (want, _), want_gradients = dense_with_gradients(router)(*args)
-    assert_close((y, gradients), (want, want_gradients), 1e-5)
-    assert stats.imbalance_before[0] == 1
-    assert stats.rounds[0] == 1
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from flax import nnx
 from flax.errors import TraceContextError
 
 from benchmarks.layer.workloads import WORKLOADS
-from jax_moe_lb import Buffers, TopK, Topology, feplb, plain
+from jax_moe_lb import Buffers, TopK, Topology, exact, feplb, plain
 from jax_moe_lb.balancers import LayerCost
 from jax_moe_lb.core import plain_plan
 from jax_moe_lb.layer import CHECKPOINT_NAMES, systems
@@ -86,7 +86,7 @@ def test_every_system_serves_one_microbatch_after_the_other(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "system", [plain(), pytest.param(feplb(2), marks=pytest.mark.thorough)], ids=["plain", "feplb"]
+    "system", [plain(), feplb(2), exact(2, Buffers(0.4), dispatch="once")], ids=["plain", "feplb", "once"]
 )
 @pytest.mark.thorough
 def test_weights_may_be_mapped_over_too(system):

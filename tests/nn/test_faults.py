@@ -90,6 +90,10 @@ def test_a_fault_in_a_pipeline_stage():
     with pytest.raises(ValueError, match=f"^entry 1: {NOT_FINITE}$"):
         raise_on_fault(stats)
     raise_on_fault(step(X)[1])
+    # By default all axes without experts are data axes.
+    graph, state = nnx.split(make_layer(mesh, greedy(1)))
+    with pytest.raises(ValueError, match=r"topology has the axes \['stage'\], which are manual already"):
+        jax.eval_shape(over_stages, X)
 
 
 def failing(counts, plan, topology):

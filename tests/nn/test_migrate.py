@@ -5,34 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_moe_lb import Topology, greedy, plain
+from jax_moe_lb import Topology, plain
 from jax_moe_lb.nn import GradientResidual, keep_residuals
 from jax_moe_lb.nn.sharding import logical_axis_rules
 from jax_moe_lb.transport import Codec, CodecBase, ExpertDomains, GatherExpertDomain, hybrid_mesh
 from tests.layer_cases import assert_close, expert_domains, make_layer, make_mesh
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_a_layer_with_domains_equals_one_without():
-    """With a data axis, on an Explicit mesh, and replicas inside each offset's group."""
-    base = make_mesh((2, 4), ("data", "expert"), AxisType.Explicit)
-    mesh, domains = expert_domains(base, {"expert": 2})
-    layer = make_layer(mesh, greedy().replace(migrate=GatherExpertDomain(domains)), (16, 8, 24))
-    reference = make_layer(base, greedy(), (16, 8, 24))
-    x = jax.random.normal(jax.random.key(1), (16, 4, 16))
-
-    @nnx.jit
-    def run(layer, x):
-        return nnx.value_and_grad(lambda layer: jnp.square(layer(x)[0]).mean())(layer)
-
-    def placed(mesh):
-        return jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
-
-    assert_close(run(layer, placed(mesh)), run(reference, placed(base)), 1e-5)
-    assert layer.up.get_value().sharding.spec[0] == ("expert_domain", "expert_offset")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """`Once` and `Forward` in a layer: special routings, quantized tokens, `vmap`, counted rows, and refused arguments."""
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jax_moe_lb.balancers import Greedy
 from jax_moe_lb.core import plain_plan, raise_on_fault
 from jax_moe_lb.layer.moe import _for_router, _places
 from jax_moe_lb.routing import GroupLimit, Routing
-from jax_moe_lb.transport import Direct, Forward, Once, QuantizedTransfer
+from jax_moe_lb.transport import Forward, Once
 from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 
 MESH = ("node", "gpu")
@@ -85,51 +84,6 @@ def test_repeated_and_absent_experts_equal_the_dense_layer(dispatch, router, num
         assert_close((y, gradients), (want, want_gradients), 1e-12)
         if dispatch.buffers.headroom < 1 < num_tokens:
             assert stats.rounds.max() > 1
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", [Once, Forward])
-def test_quantized_tokens_round_outputs_as_the_tokens(kind):
-    """Outputs equal those of a layer on rounded tokens: sums return unquantized."""
-    case, mesh = Case(num_experts=8), make_mesh((2, 2), MESH)
-    topology, transfer = Topology.from_mesh(mesh, MESH), QuantizedTransfer(block=4)
-    kernel, experts = case.params("float32")
-    x, mask = case.tokens(WORKLOADS[1], 4, "float32")
-    fixed = TopK(2)(x @ kernel)
-
-    def layer(dispatch):
-        return jax.jit(sharded_moe(mesh, topology, replace(BALANCED, dispatch=dispatch), partial(_given, fixed, case)))
-
-    got = layer(kind(Buffers(0.6), transfer=transfer))(x, mask, kernel, experts)[0]
-    rounded = transfer.decode(transfer.encode(x), x.dtype)
-    assert_close(got, layer(kind(Buffers(0.6)))(rounded, mask, kernel, experts)[0], 1e-6)
-    error = jnp.linalg.norm(got - layer(Direct())(x, mask, kernel, experts)[0]) / jnp.linalg.norm(got)
-    assert 0 < error < 0.1
-
-
-def _given(fixed, case, logits, bias, info) -> Routing:
-    """Return the routing of the unrounded tokens."""
-    del bias
-    routing = Routing(fixed.experts[info.position], fixed.weights[info.position], logits, jax.nn.softmax(logits, -1))
-    return replace(routing, experts=jnp.where(info.mask[:, None], routing.experts, -1))
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", [Once, Forward])
-def test_vmap_serves_one_microbatch_after_the_other(kind):
-    case, mesh = Case(num_experts=8), make_mesh((2, 2), MESH)
-    system = replace(BALANCED, dispatch=kind(Buffers(0.4)))
-    layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh, MESH), system))
-    kernel, experts = case.params("float32")
-    batches = [case.tokens(workload, 4, "float32") for workload in WORKLOADS[:3]]
-    x, mask = (jnp.stack(parts) for parts in zip(*batches, strict=True))
-    target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), "float32")
-    got = jax.vmap(layer, (0, 0, None, None, 0))(x, mask, kernel, experts, target)
-    for at in range(3):
-        want = layer(x[at], mask[at], kernel, experts, target[at])
-        assert_close(jax.tree.map(lambda leaf, at=at: leaf[at], got), want, 1e-5)
 
 
 @pytest.mark.slow
