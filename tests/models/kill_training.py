@@ -1,18 +1,11 @@
-"""Kill a training run at random times and resume it: `python -m tests.models.kill_training --kills 20`.
-
-The losses must equal those of an uninterrupted run bit for bit; otherwise the exit code is 1.
-"""
+"""Kill a training run at random times and resume it; losses equal those of an uninterrupted run bit for bit."""
 
 import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from models.run_folder.metrics import RunFolder
 
@@ -84,16 +77,3 @@ def kill_and_compare(
     want, got = losses(straight), losses(killed)
     assert got == want, [pair for pair in zip(got, want, strict=False) if pair[0] != pair[1]][:3] or (got, want)
     return got
-
-
-def main(
-    kills: Annotated[int, typer.Option(min=0, help="Number of kills.")] = 20,
-    seed: Annotated[int, typer.Option(help="Seed of the kill times.")] = 0,
-) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        rows = kill_and_compare(Path(folder), kills, seed)
-    print(f"{len(rows)} losses are equal bit for bit after {kills} kills")
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -225,28 +225,17 @@ def test_schedulers_say_which_process_this_is(monkeypatch, variables, host, num_
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_is_named_by_all_others():
+@pytest.mark.parametrize("killed", [2, pytest.param(0, marks=pytest.mark.thorough)])
+def test_a_process_that_is_killed_is_named_by_all_others(killed):
+    """JAX does not abort the others of process 0, as its connections lead through a relay."""
     processes = joined("wait", "wait", "wait")
-    processes[2].kill()
-    *others, _ = end(processes, PROMISED_S)
-    for code, _, errors in others:
+    processes[killed].kill()
+    ended = end(processes, PROMISED_S)
+    line = rf"error: lost connection to process {killed} \(pid \d+ on \S+\); --resume .*"
+    for code, _, errors in ended[:killed] + ended[killed + 1 :]:
         assert code == 1
-        assert re.fullmatch(
-            r"error: lost connection to process 2 \(pid \d+ on \S+\); --resume .*", errors.splitlines()[-1]
-        )
+        assert re.fullmatch(line, errors.splitlines()[-1])
         assert len(errors.splitlines()) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_a_killed_coordinator_is_named_by_all_others():
-    """JAX does not abort the others, as its connections to process 0 lead through a relay."""
-    processes = joined("wait", "wait", "wait")
-    processes[0].kill()
-    for code, _, errors in end(processes, PROMISED_S)[1:]:
-        assert code == 1
-        assert len(errors.splitlines()) == 2
-        assert errors.splitlines()[-1].startswith("error: lost connection to process 0 (pid ")
 
 
 @pytest.mark.slow

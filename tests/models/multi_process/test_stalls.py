@@ -5,16 +5,12 @@ import re
 import select
 import signal
 import socket
-import threading
-import time
 
 import pytest
 
 from models.multi_process.rendezvous import relay_to
 from models.multi_process.stalls import BEAT_S, LIMIT_INTERVALS, LIMIT_S, SILENT_S, Stall, StallDetector, StallLines
-from models.run_folder.metrics import RunFolder
-from tests.models.kill_training import MAX_WAIT_S, losses, wait_for_steps
-from tests.models.processes import end, joined, train
+from tests.models.processes import end, joined
 
 A, B, C = NAMES = [f"process {i} (pid {i} on h)" for i in range(3)]
 PROMISED_S = 30
@@ -144,20 +140,6 @@ def test_the_relay_hides_a_closed_connection_and_passes_on_the_rest():
     inner.close()
 
 
-def lines_of(process):
-    """Return a growing list of the lines of a process's standard error."""
-    lines = []
-    threading.Thread(target=lambda: lines.extend(iter(process.stderr.readline, "")), daemon=True).start()
-    return lines
-
-
-def wait_until(condition, within_s=PROMISED_S):
-    until = time.monotonic() + within_s
-    while not (found := condition()) and time.monotonic() < until:
-        time.sleep(0.05)
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize("stopped", [0, 1])
@@ -186,20 +168,3 @@ def test_a_step_that_never_ends_ends_the_run_by_default():
         assert code == 1
         assert re.fullmatch(line, errors.splitlines()[-1])
         assert len(errors.splitlines()) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_a_stopped_process_continues_with_equal_losses(tmp_path):
-    for code, _, errors in end(train("--steps", "12", "--run-dir", str(tmp_path / "straight")), MAX_WAIT_S):
-        assert code == 0, errors
-    processes = train("--steps", "12", "--run-dir", str(tmp_path / "stopped"))
-    lines = lines_of(processes[0])
-    wait_for_steps(processes[0], tmp_path / "stopped")
-    os.kill(processes[1].pid, signal.SIGSTOP)
-    assert wait_until(lambda: any(f"waiting for process 1 (pid {processes[1].pid} on " in line for line in lines))
-    os.kill(processes[1].pid, signal.SIGCONT)
-    assert [process.wait(MAX_WAIT_S) for process in processes] == [0, 0], lines
-    assert any(line.startswith("the run continues: waiting for process 1 ") for line in lines)
-    assert losses(tmp_path / "stopped") == losses(tmp_path / "straight")
-    assert RunFolder(tmp_path / "stopped").rows("step")[-1]["step"] == 12

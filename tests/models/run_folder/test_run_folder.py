@@ -331,20 +331,6 @@ def test_a_run_that_got_a_checkpoint_meanwhile_is_not_moved(copied):
 
 
 @pytest.mark.thorough
-def test_a_run_killed_during_its_first_save_starts_again(tmp_path):
-    options = ("--resume=auto", "--steps", "4")
-    process = start(tmp_path, *options, module="tests.models.stalled_training")
-    assert any(line == "saving\n" for line in process.stdout)
-    process.kill()
-    process.communicate()
-    folder = RunFolder(tmp_path)
-    assert [path.name for path in folder.checkpoints.iterdir()] == ["2.orbax-checkpoint-tmp"]
-    for last in (4, 6):
-        finish(start(tmp_path, *options[:-1], str(last)))
-        assert steps_in(folder.checkpoints) == [last, last - 2]
-
-
-@pytest.mark.thorough
 def test_a_finished_run_without_readable_counts_is_resumed_with_a_line(copied, command_line):
     folder = RunFolder(copied)
     folder.counts.write_bytes(b"PK\x03\x04")
