@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
 
 from jax_moe_lb import Chain, Cost, Plan, System, Topology, exact
 from jax_moe_lb.balancers import Exact, Greedy, LayerCost
@@ -21,7 +20,6 @@ from jax_moe_lb.core import Level, check_plan, load, plain_plan, traffic
 from jax_moe_lb.sim import Cluster, Links, ModelShape
 from jax_moe_lb.sim.work import layer_facts
 from jax_moe_lb.transport import Relay
-from tests.layer_cases import make_mesh
 
 # The example of docs/systems/exact.md. Rank 1 falls from 15 token copies to the mean, 10, with one replica from each of
 # three ranks. At 100 bytes and 1000 operations per second, a replica takes `expert_bytes / 100` seconds and a
@@ -138,30 +136,6 @@ def test_the_planner_does_not_run_in_vain():
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="counts of rank 0, expert 1 is -2"):
         jax.block_until_ready(JITTED(jnp.asarray(bad), FREE))
     jax.block_until_ready(JITTED(jnp.asarray(bad), Cost(1.0, 1000.0, planner_s=1e3)))
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_in_shard_map_vmap_and_scan(axis_type):
-    cost, mesh, spec = Cost(499.0, 1000.0), make_mesh((4,), ("x",), axis_type), PartitionSpec("x")
-    counts = np.stack([COUNTS, np.diag([10, 10, 10, 10]), np.diag([12, 13, 9, 6]), COUNTS]).astype(np.int32)
-    want = np.stack([rebalance(each, cost).quota for each in counts])
-    assert (want[1:3] == counts.transpose(0, 2, 1)[1:3]).all()
-
-    def one(counts):
-        return rebalance(counts, cost).quota
-
-    def one_shard(counts):
-        return one(counts[0])[None]
-
-    with jax.set_mesh(mesh):
-        placed = jax.device_put(counts, jax.NamedSharding(mesh, spec))
-        sharded = jax.jit(jax.shard_map(one_shard, in_specs=spec, out_specs=spec))(placed)
-    np.testing.assert_array_equal(sharded, want)
-    np.testing.assert_array_equal(jax.jit(jax.vmap(one))(counts), want)
-    scanned = jax.jit(lambda counts: jax.lax.scan(lambda _, each: (0, one(each)), 0, counts)[1])(counts)
-    np.testing.assert_array_equal(scanned, want)
 
 
 def test_tokens_that_are_worth_a_time():

@@ -2,16 +2,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from jax.sharding import AxisType
 
 from benchmarks.layer.workloads import WORKLOADS
-from jax_moe_lb import Chain, HostCallback, Plan, System, Topology, plain
+from jax_moe_lb import Chain, HostCallback, Plan, Topology
 from jax_moe_lb.balancers import EPLB, EPLBPlus
 from jax_moe_lb.balancers.eplb import History, mean, no_history, observe
-from jax_moe_lb.contrib import LPLB
 from jax_moe_lb.core import check_plan, load, plain_plan
-from tests.layer_cases import make_layer, make_mesh
 
 TOPOLOGY, SLOTS = Topology.flat(8, 4), 4
 
@@ -105,31 +101,6 @@ def test_a_slot_that_is_taken_is_passed_over():
 
     plans = replay(Chain((HostCallback(put), EPLB(every=1))), steps)
     assert all(plan.placement[1, 2] in (1, 6) for plan in plans)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("balancer", "axis_type"),
-    [
-        pytest.param(EPLB(every=1), AxisType.Explicit, marks=pytest.mark.thorough),
-        pytest.param(LPLB(every=1), AxisType.Auto, marks=pytest.mark.thorough),
-    ],
-)
-def test_the_layer_keeps_the_state(balancer, axis_type):
-    """Parallel groups have separate histories; outputs equal plain expert parallelism."""
-    mesh = make_mesh((2, 4), ("data", "expert"), axis_type)
-    with jax.set_mesh(mesh):
-        x = jax.random.normal(jax.random.key(0), (64, 8)) + jnp.linspace(-2, 2, 8)[None]
-        layers = [make_layer(mesh, system) for system in (plain(), System(balancer, replica_slots=2))]
-        want, _ = layers[0](x)
-        step, after = nnx.jit(lambda layer, x: layer(x)), []
-        for _ in range(3):
-            y, stats = step(layers[1], x)
-            np.testing.assert_allclose(y, want, atol=1e-5)
-            after.append(np.asarray(stats.straggler_after))
-            assert layers[1].state.get_value().history.steps.tolist() == [1, 1]
-    assert (after[1] < np.asarray(stats.straggler_before)).all()
-    np.testing.assert_array_equal(after[1], after[2])
 
 
 def test_garbage_in_the_state_gives_a_legal_plan():

@@ -141,18 +141,6 @@ def test_it_needs_about_as_many_replicas_as_the_cpp_planner():
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
-def test_eps_saves_replicas():
-    counts = WORKLOADS[2].counts(0, 16, 512, 64, 4)
-    plans = [RUN(counts, 6, 16, eps, ANY, False) for eps in (0.0, 0.01, 0.1)]
-    made = [replicas(placement, 64) for placement, _ in plans]
-    assert made[0] > made[1] > made[2]
-    loads = [int(quota.sum(0).max()) for _, quota in plans]
-    assert loads[1] <= 1.01 * loads[0]
-    assert loads[2] <= 1.1 * loads[0]
-
-
-@pytest.mark.slow
 def test_replicas_go_where_tokens_start():
     rng, gained = np.random.default_rng(0), []
     for _ in range(5):

@@ -5,7 +5,6 @@ import json
 import shutil
 import signal
 
-import jax
 import pytest
 from rich.console import Console
 
@@ -348,21 +347,6 @@ def test_a_run_that_goes_on_to_its_own_step_is_validated_once(copied, kept):
     folder.metrics.write_text("".join([*lines, *(json.dumps(row) + "\n" for row in rows if row["step"] in kept)]))
     assert run(CONFIG, copied, resume=True)["validation_loss_nats"] == pytest.approx(rows[-1]["loss"])
     assert [row["step"] for row in folder.rows("validation")] == [4, 8]
-
-
-@pytest.mark.thorough
-def test_a_run_that_is_stopped_before_its_first_step_can_be_resumed(tmp_path):
-    class Stopped:
-        name = "SIGTERM"
-
-        def requested(self):
-            return True
-
-    assert execute(prepare(CONFIG, CORPUS, tmp_path), Console(quiet=True), Stopped()) == {}
-    run = prepare(CONFIG, CORPUS, tmp_path, resume=True)
-    run.release()
-    assert run.done_steps == 0
-    assert jax.tree.leaves(run.state)
 
 
 @pytest.mark.thorough

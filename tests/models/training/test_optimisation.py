@@ -106,23 +106,6 @@ def test_remat_says_what_is_kept():
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
-def test_router_losses_and_biases_do_what_they_say(usual):
-    model = dataclasses.replace(LAYER, z_loss=1.0, aux_loss=1.0, bias_rate=0.1)
-    state, losses, stats = trained(dataclasses.replace(SMALL, model=model))
-    # The first loss has the same parameters and excludes router losses; the second has other parameters.
-    assert losses[0] == pytest.approx(usual[1][0], rel=1e-6)
-    assert losses[1] != pytest.approx(usual[1][1], rel=1e-6)
-    assert (np.asarray(stats.loss) > 1).all()
-    assert (np.asarray(usual[2].loss) == 0).all()
-    # Both steps moved the biases, the second against this load.
-    load = np.asarray(stats.counts).sum((0, 1, 2))
-    first = np.asarray(state[0]["stacks"][0][0]["moe"]["bias"].get_value())[0] - 0.1 * np.sign(load.mean() - load)
-    np.testing.assert_allclose(np.abs(first)[np.abs(first) > 1e-7], 0.1, rtol=1e-5)
-    assert np.ptp(first) == pytest.approx(0.2)
-
-
-@pytest.mark.slow
 def test_beginnings_of_documents_are_not_predicted():
     def model(tokens):
         return jnp.zeros((*tokens.shape, 9)).at[..., 3].set(jnp.where(tokens == 5, 100.0, 0.0)), None
