@@ -1,20 +1,15 @@
-import jax
 import numpy as np
 import pytest
 
 from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Chain, Plan, Topology
 from jax_moe_lb.balancers import Exact, Greedy, UltraEP
-from jax_moe_lb.core import check_plan, imbalance, load, plain_plan, traffic
+from jax_moe_lb.core import imbalance, load, plain_plan, traffic
+from tests.balancers.plans import plan_for as planned
 
 
 def plan_for(counts, domain=None, slots=None, balancer=None, **options):
-    topology = Topology.flat(counts.shape[0], domain)
-    start = plain_plan(counts, topology, slots)
-    balancer = balancer or Exact(**options)
-    plan, _ = balancer.rebalance(counts, start, topology, balancer.init(counts.shape))
-    check_plan(plan, counts)
-    return jax.tree.map(np.asarray, plan)
+    return planned(balancer or Exact(**options), counts, slots, domain)
 
 
 def test_the_worked_example_of_its_page():

@@ -1,7 +1,5 @@
 from dataclasses import replace
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -10,6 +8,7 @@ from benchmarks.papers.stragglers import CASES, counts
 from jax_moe_lb import Chain, Plan, Topology
 from jax_moe_lb.balancers import FEPLB, Greedy
 from jax_moe_lb.core import check_plan, load, plain_plan
+from tests.balancers.plans import plan_for as planned
 
 MICROBATCHES = 2000
 LOADS = {case.num_ranks: counts(case, 0, MICROBATCHES) for case in CASES}
@@ -17,13 +16,7 @@ EIGHT = CASES[2]
 
 
 def plan_for(counts, domain=None, slots=None, balancer=FEPLB()):
-    topology = Topology.flat(counts.shape[0], domain)
-    start = plain_plan(jnp.asarray(counts), topology, slots)
-    plan, _ = jax.jit(lambda counts, start: balancer.rebalance(counts, start, topology, balancer.init(counts.shape)))(
-        counts, start
-    )
-    check_plan(plan, counts)
-    return jax.tree.map(np.asarray, plan)
+    return planned(balancer, counts, slots, domain)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.num_ranks} ranks")

@@ -5,15 +5,12 @@ import pytest
 from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Plan, Topology
 from jax_moe_lb.balancers import Greedy
-from jax_moe_lb.core import check_plan, imbalance, load, plain_plan, traffic
+from jax_moe_lb.core import imbalance, load, plain_plan, traffic
+from tests.balancers.plans import plan_for as planned
 
 
 def plan_for(counts, domain=None, slots=None, **options):
-    topology = Topology.flat(counts.shape[0], domain)
-    start = plain_plan(jnp.asarray(counts), topology, slots)
-    plan, _ = Greedy(**options).rebalance(jnp.asarray(counts), start, topology, ())
-    check_plan(plan, counts)
-    return plan
+    return planned(Greedy(**options), counts, slots, domain)
 
 
 def test_one_expert_with_all_tokens_is_shared_by_all():

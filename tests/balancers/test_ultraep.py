@@ -1,12 +1,9 @@
-from dataclasses import replace
-
 import numpy as np
-import pytest
 
-from benchmarks.plans import popular_ranks
 from jax_moe_lb import Plan, Topology
 from jax_moe_lb.balancers import UltraEP
-from jax_moe_lb.core import Split, check_plan, imbalance, load, plain_plan, traffic
+from jax_moe_lb.core import check_plan, imbalance, load, plain_plan
+from tests.balancers.plans import plan_for as planned
 
 # Rank loads of layer 12, microbatch 684, of the authors' run; the hottest expert of each overloaded rank is recorded,
 # and the others are filled in. 8 ranks, 4 home experts, 2 replica slots, 8192 tokens per rank, top-4.
@@ -26,10 +23,7 @@ RECORDED = np.array(
 
 
 def plan_for(counts, domain=None, slots=None, **options):
-    topology = Topology.flat(counts.shape[0], domain)
-    plan, _ = UltraEP(**options).rebalance(counts, plain_plan(counts, topology, slots), topology, ())
-    check_plan(plan, counts)
-    return plan
+    return planned(UltraEP(**options), counts, slots, domain)
 
 
 def spread(tokens, num_ranks):
@@ -80,26 +74,3 @@ def test_replicas_of_another_balancer_keep_their_slot_and_quota():
     check_plan(plan, counts)
     assert plan.placement[1].tolist() == [1, -1, 0]
     assert plan.quota[0].tolist() == [45, 30, 45]
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_means_of_the_published_simulations():
-    """Table 3: 15 loads on 64 ranks, top-8; a quarter of its 8192 tokens per rank, and of `min_tokens`.
-
-    `benchmarks/papers/ultraep.py` uses all tokens.
-    """
-    results = []
-    for case in popular_ranks.CASES:
-        counts = popular_ranks.counts(case, seed=0, num_tokens=2048)
-        plan = plan_for(counts, slots=case.num_experts // case.num_ranks + case.replica_slots, min_tokens=256)
-        replicas = plan.placement[:, plan.num_home :]
-        copies = np.bincount(replicas[replicas >= 0], minlength=case.num_experts)
-        moved = traffic(plan, counts)
-        assert copies.sum() == moved.replicas
-        total = counts.sum()
-        remote = 100 * moved.rows / total
-        anywhere = replace(plan, split=Split("proportional", locality=False))
-        remote_without_locality = 100 * traffic(anywhere, counts).rows / total
-        results.append((imbalance(load(plan)), copies.sum(), copies.max(), remote, remote_without_locality))
-    np.testing.assert_allclose(np.mean(results, axis=0), [1.03, 45, 6.8, 96.0, 98.4], rtol=0.02)

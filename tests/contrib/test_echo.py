@@ -7,7 +7,7 @@ from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb.contrib import ECHO
 from jax_moe_lb.contrib.echo import spilled_tokens
 from jax_moe_lb.core import load
-from tests.contrib.plans import plan_for
+from tests.balancers.plans import plan_for
 
 
 def test_the_worked_example_of_its_page():

@@ -8,7 +8,7 @@ import pytest
 from jax_moe_lb import Topology
 from jax_moe_lb.contrib import EPIC
 from jax_moe_lb.core import load, plain_plan
-from tests.contrib.plans import plan_for
+from tests.balancers.plans import plan_for
 
 COUNTS = np.diag([9, 6, 5, 4, 1, 3, 2, 2]).reshape(4, 2, 8).sum(1).astype(np.int32)
 

@@ -6,7 +6,7 @@ from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Topology
 from jax_moe_lb.contrib import LLEP
 from jax_moe_lb.core import imbalance, load, plain_plan
-from tests.contrib.plans import plan_for
+from tests.balancers.plans import plan_for
 
 
 def test_a_rule_by_hand():

@@ -7,7 +7,7 @@ from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb.contrib import MoonEP
 from jax_moe_lb.contrib.moonep import receive_quotas
 from jax_moe_lb.core import load
-from tests.contrib.plans import plan_for
+from tests.balancers.plans import plan_for
 
 
 @pytest.mark.parametrize("name", ["zipf", "lognormal", "hot_rank", "one_hot"])
