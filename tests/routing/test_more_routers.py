@@ -1,17 +1,14 @@
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from jax_moe_lb import Experts, TokenInfo, TopK
+from jax_moe_lb import TokenInfo, TopK
 from jax_moe_lb.routing import ExpertChoice, HashRouter, NoisyTopK
-from jax_moe_lb.routing.more_routers import capacity, within_capacity
+from jax_moe_lb.routing.more_routers import within_capacity
 from jax_moe_lb.routing.routers import NO_EXPERT, tokens_per_expert
-from tests.layer_cases import assert_close, make_layer, make_mesh
-from tests.oracle import dense_moe
+from tests.layer_cases import make_layer, make_mesh
 
 LOGITS = jnp.asarray(np.random.default_rng(0).normal(size=(32, 8)), jnp.float32)
 WIDTH, NUM_EXPERTS, INNER = SIZES = 16, 8, 24
@@ -69,32 +66,6 @@ def test_a_hash_gives_different_experts_and_uses_all(per_tok, num_experts):
     assert 2 * load.min() > load.max()
 
 
-@pytest.mark.slow
-def test_scaled_inputs_equal_scaled_tokens():
-    """Values and gradients of a balanced layer equal those of every token times its score."""
-    mesh = make_mesh((4,), ("expert",))
-    score = TopK(1, score=jax.nn.sigmoid, renormalise=False)
-    layer = make_layer(mesh, "exact", SIZES, replace(score, scale_inputs=True))
-    x, target = (jax.random.normal(jax.random.key(i), (32, WIDTH)) for i in (1, 2))
-    mask = jnp.arange(32) % 5 != 0
-    graph, params, rest = nnx.split(layer, nnx.Param, ...)
-
-    def ours(params, x):
-        return (nnx.merge(graph, params, rest, copy=True)(x, mask)[0] * target).sum()
-
-    def dense(params, x):
-        kernel, experts = params["kernel"][...], Experts(*(params[name][...] for name in ("up", "down", "gate")))
-        weights = score(jnp.matmul(x, kernel, precision="highest")).weights
-        # The routing does not change, as every row of logits has one positive factor.
-        with pytest.warns(UserWarning, match="renormalise is True; expected None or False"):
-            one = TopK(1, score=jax.nn.sigmoid, renormalise=True)
-        return (dense_moe(x * weights, kernel, experts, one, mask) * target).sum()
-
-    run = jax.jit(lambda params, x: [jax.value_and_grad(loss, (0, 1))(params, x) for loss in (ours, dense)])
-    got, want = run(params, x)
-    assert_close(got, want, 1e-5)
-
-
 def test_inputs_of_several_experts_are_not_scaled():
     mesh = make_mesh((1,), ("expert",))
     layer = make_layer(mesh, "exact", SIZES, TopK(2, scale_inputs=True))
@@ -127,36 +98,6 @@ def dropped(experts, limit):
 def test_capacity_against_a_loop(limit):
     experts = np.random.default_rng(1).integers(-1, 5, (40, 3)).astype(np.int32)
     np.testing.assert_array_equal(within_capacity(jnp.asarray(experts), 5, limit), dropped(experts, limit))
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_a_layer_counts_the_copies_that_it_drops():
-    """Compared rank by rank, as the capacity is per rank; an uneven number of tokens, which are padded."""
-    mesh, router = make_mesh((2, 2), ("data", "expert")), TopK(2, capacity_factor=0.75)
-    layer = make_layer(mesh, "greedy", SIZES, router)
-    x, mask, num_dropped, outputs = jax.random.normal(jax.random.key(1), (31, WIDTH)), np.arange(32) < 31, [0, 0], []
-    for rank, part in enumerate(jnp.pad(x, ((0, 1), (0, 0))).reshape(4, 8, WIDTH)):
-
-        def routed(logits, bias, info, rank=rank):
-            routing = router(logits, bias, info)
-            live = jnp.where(info.mask[:, None], routing.experts, NO_EXPERT)
-            kept = jnp.asarray(dropped(np.asarray(live), capacity(0.75, live.size, NUM_EXPERTS)))
-            num_dropped[rank // 2] += int((kept != live).sum())
-            return replace_experts(routing, kept)
-
-        mine = jnp.asarray(mask[8 * rank : 8 * rank + 8])
-        outputs.append(dense_moe(part, layer.kernel[...], layer._experts(), routed, mine))
-    y, stats = nnx.jit(lambda layer, x: layer(x))(layer, x)
-    assert_close(y, jnp.concatenate(outputs)[:31], 1e-5)
-    assert stats.dropped.tolist() == num_dropped
-    assert (stats.counts.sum((1, 2)) == stats.load_after.sum(1)).all()
-
-
-def replace_experts(routing, experts):
-    """Return the routing with zero weights for dropped copies."""
-    weights = jnp.where(experts == NO_EXPERT, 0, routing.weights)
-    return type(routing)(jnp.maximum(experts, 0), weights, routing.logits, routing.scores)
 
 
 @pytest.mark.slow

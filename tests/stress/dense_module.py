@@ -76,12 +76,14 @@ class Dense(NamedTuple):
         y: outputs of tokens `[..., H]`, 0 for padding.
         loss: mean router loss of the groups.
         counts: `[G, R, E]`, token copies of each group from each rank to each expert, by place.
+        dropped: `[G]`, copies of each group above the capacities.
         margin: smallest relative distance between a score of a chosen expert and the next one, other than ties.
     """
 
     y: Array
     loss: Array
     counts: Array
+    dropped: Array
     margin: Array
 
 
@@ -117,7 +119,8 @@ def _dense(layer: MoE, x: Array, tokens: Tokens, dtype: np.dtype) -> Dense:
     loss += loss_of_segments(layer, *by_token, segments_of(x.shape[:-1], tokens))
     y = jnp.where(active[:, None], with_shared(layer, flat, y), 0)
     counts = copies(placed(layer, experts), layer.kernel.shape[1]).sum(1).reshape(*groups, -1)
-    return Dense(y.reshape(x.shape), loss, counts, margins.min())
+    dropped = ((asked >= 0).sum((1, 2)) - (experts >= 0).sum((1, 2))).reshape(groups).sum(1)
+    return Dense(y.reshape(x.shape), loss, counts, dropped, margins.min())
 
 
 def placed(layer: MoE, experts: Array) -> Array:

@@ -271,6 +271,7 @@ def reference_of(parts: Parts, static: dict, dtype: str, scans: bool) -> Any:
         losses = sum(one.loss for one in done)
         facts = {
             "counts": jnp.stack([one.counts for one in done]),
+            "dropped": jnp.stack([one.dropped for one in done]),
             "margin": jnp.stack([one.margin for one in done]).min(),
         }
         return (x * target).sum() + losses, (x, losses, facts)
@@ -305,6 +306,7 @@ def count_differences(stats: Any, wanted: list[dict]) -> Iterator[str]:
         "load_before": (stats.load_before, by_expert.reshape(*by_expert.shape[:2], num_ranks, -1).sum(3)),
         "load_after": (stats.load_after, served.sum(2)),
         "quota by expert": (served.sum(3), by_expert),
+        "dropped": (stats.dropped, np.concatenate([one["dropped"] for one in wanted])),
     }
     for name, (got, want) in loads.items():
         if not np.array_equal(np.reshape(got, want.shape), want):
