@@ -7,11 +7,13 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from jax_moe_lb import Buffers, Cost, ExpertConfig, Losses, Precision, SharedExpert, TokenInfo, TopK, Topology
-from jax_moe_lb.balancers import EPLB, FEPLB, Exact, FasterMoE, Given, Greedy, RailS, UltraEP
+from jax_moe_lb.balancers import EPLB, FEPLB, Exact, FasterMoE, Given, Greedy, HybridEP, RailS, UltraEP
+from jax_moe_lb.collectives.peer_copy import Route
 from jax_moe_lb.contrib import EPIC, LLEP, LPLB
 from jax_moe_lb.core import Level
 from jax_moe_lb.kernels import ClampedSwiGLU
 from jax_moe_lb.routing import ExpertChoice, ForceBalanced, GroupLimit, HashRouter, NoisyTopK
+from jax_moe_lb.transport import Codec, Relay, TwoPhase
 
 INFINITE, NAN = float("inf"), float("nan")
 LOGITS = jnp.zeros((4, 8))
@@ -74,6 +76,18 @@ REFUSED = {
     "precision.param_dtype is int8; expected bfloat16": lambda: Precision(param_dtype=jnp.int8),
     "precision.transfer_dtype is bfloat16; expected": lambda: Precision(transfer_dtype=jnp.bfloat16),
     "headroom is 0.0; expected a finite number above 0": lambda: Buffers(0.0),
+    "chunks is 0; expected at least 1": lambda: Buffers(chunks=0),
+    "moved_headroom is 0.0; expected a finite number above 0": lambda: TwoPhase(moved_headroom=0.0),
+    "Codec.ratio is 0.5; expected a finite number, at least 1": lambda: Codec(0.5),
+    "Codec.ratio is nan; expected a finite number, at least 1": lambda: Codec(NAN),
+    "Codec.ratio is inf; expected a finite number, at least 1": lambda: Codec(INFINITE),
+    "Codec.gradient_ratio is 0.5; expected a finite number, at least 1": lambda: Codec(gradient_ratio=0.5),
+    "domain_size is 0; expected at least 1": lambda: HybridEP(0),
+    "min_replicas is 1; expected at least 2": lambda: Relay(min_replicas=1),
+    "max_relays is 0; expected at least 1": lambda: Relay(max_relays=0),
+    "min_gain is 0; expected at least 1": lambda: Relay(min_gain=0),
+    "Route.timeout_s is 0.0; expected above 0": lambda: Route(("expert",), timeout_s=0.0),
+    "Route.chunk_bytes is 0; expected at least 1": lambda: Route(("expert",), chunk_bytes=0),
     "max_rounds is 0; expected at least 1": lambda: Buffers(max_rounds=0),
     "limit is 0.0; expected above 0": lambda: ClampedSwiGLU(0.0),
     "expert_axis names 'ep'; expected an axis of the mesh, one of ('data', 'expert')": lambda: on_mesh("ep"),

@@ -39,10 +39,15 @@ def interpreted(monkeypatch):
     "sizes", [pytest.param(name, marks=() if name == "uneven" else pytest.mark.thorough) for name in SIZES]
 )
 def test_products(sizes, transposed):
+    """Matrices in parts are read in place, with equal bits."""
     rows, matrices = make_operands(SIZES[sizes], WIDTHS)
-    weights = matrices.mT if transposed else matrices
-    got = triton_matmul(rows, weights, jnp.array(SIZES[sizes], jnp.int32), transposed)
+    weights, group_sizes = matrices.mT if transposed else matrices, jnp.array(SIZES[sizes], jnp.int32)
+    run = partial(triton_matmul, transposed=transposed)
+    in_parts = rows, (weights[:1], weights[1:]), group_sizes
+    got = run(*in_parts)
     assert_products(got, rows, matrices, SIZES[sizes])
+    assert got.tobytes() == run(rows, weights, group_sizes).tobytes()
+    assert "concatenate" not in str(jax.make_jaxpr(run)(*in_parts))
 
 
 @pytest.mark.slow
@@ -70,18 +75,6 @@ def test_more_tiles_than_neighbors():
     sizes = (1,) * (NEIGHBORS + 3)
     rows, matrices = make_operands(sizes, WIDTHS, 150)
     assert_products(triton_matmul(rows, matrices, jnp.array(sizes, jnp.int32)), rows, matrices, sizes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("transposed", [False, True])
-def test_matrices_in_parts_are_read_in_place(transposed):
-    sizes = SIZES["uneven"]
-    rows, matrices = make_operands(sizes, WIDTHS)
-    weights = matrices.mT if transposed else matrices
-    run = partial(triton_matmul, transposed=transposed)
-    operands = rows, (weights[:3], weights[3:]), jnp.array(sizes, jnp.int32)
-    assert_products(run(*operands), rows, matrices, sizes)
-    assert "concatenate" not in str(jax.make_jaxpr(run)(*operands))
 
 
 @pytest.mark.slow

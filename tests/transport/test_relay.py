@@ -84,11 +84,3 @@ def test_a_plan_with_relays_is_refused():
     plan = planned(popular_placement())
     with pytest.raises(ValueError, match=r"plan\.relay is set; expected None, as Relay plans them"):
         Relay()(experts(), plan, TOPOLOGY)
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "least"), [("min_replicas", 1, 2), ("max_relays", 0, 1), ("min_gain", 0, 1)]
-)
-def test_bad_options_are_refused(option, value, least):
-    with pytest.raises(ValueError, match=f"{option} is {value}; expected at least {least}"):
-        Relay(**{option: value})

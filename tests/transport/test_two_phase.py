@@ -308,11 +308,9 @@ def test_a_plan_that_takes_a_static_expert_from_home_is_refused():
     assert not jax.jit(fallback_to_plain)(moved, jnp.asarray(counts), jnp.asarray(dynamic))[1]
 
 
-def test_a_plan_over_rails_and_no_room_are_refused():
+def test_a_plan_over_rails_is_refused():
     system = System(Chain((Greedy(), RailS())), dispatch=TwoPhase(), replica_slots=2)
     mesh = make_mesh((2, 4), ("node", "gpu"))
     topology = Topology.from_mesh(mesh, ("node", "gpu"), rails_per_node=4)
     with pytest.raises(ValueError, match=r"plan\.rails is set; expected None, as TwoPhase does not spray"):
         jax.eval_shape(sharded_moe(mesh, topology, system), *arguments(WORKLOADS[0])[:4])
-    with pytest.raises(ValueError, match=r"moved_headroom is 0.0; expected a finite number above 0"):
-        TwoPhase(moved_headroom=0.0)

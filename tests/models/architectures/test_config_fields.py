@@ -1,6 +1,7 @@
 """Every field of a `config.json` has an effect, is refused by name, or is in the table of fields without effect."""
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -133,17 +134,22 @@ def test_every_field_that_is_read_changes_the_model_or_is_refused(name):
         assert unchanged in ([], [True]) if field not in raw else not unchanged, (field, unchanged)
 
 
+@functools.cache
+def known_fields():
+    """Return the names of all fields that an architecture reads, or that have an effect elsewhere."""
+    read = set().union(*(reading(base(name)).read for name in ARCHITECTURES))
+    return {field for field in read | WITH_EFFECT.keys() if "." not in field}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_other_field_is_refused_by_name(name):
     raw = base(name)
     fields = reading(raw)
     known = fields.read | fields.ignored | set(EXPERT_COUNTS)
-    everywhere = set().union(*(reading(base(other)).read for other in ARCHITECTURES)) | WITH_EFFECT.keys()
-    unread = {field for field in everywhere if "." not in field} - known
-    refused = 0
-    for field in unread | {"a_field_of_next_year"}:
-        for value in (WITH_EFFECT.get(field, 7.5), True, 3, "other", ["other"], {"other": 1}):
+    refused, before = 0, outcome(raw)
+    for field in (known_fields() - known) | {"a_field_of_next_year"}:
+        for value in (WITH_EFFECT.get(field, 7.5), True, "other", {"other": 1}):
             found = outcome(raw | {field: value})
             if has_effect(field, value):
                 assert isinstance(found, str), (field, value)
@@ -152,10 +158,10 @@ def test_every_other_field_is_refused_by_name(name):
                 assert str(value)[:3] in found
                 refused += 1
             else:
-                assert found == outcome(raw), (field, value)
+                assert found == before, (field, value)
         for value in (None, False):
-            assert outcome(raw | {field: value}) == outcome(raw), (field, value)
-    assert refused > 5 * len(WITH_EFFECT.keys() - known)
+            assert outcome(raw | {field: value}) == before, (field, value)
+    assert refused > 3 * len(WITH_EFFECT.keys() - known)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
