@@ -30,6 +30,11 @@ CONFIG = TrainConfig(
 CORPUS = Corpus.of_text(b"the quick brown fox jumps over the lazy dog. " * 200, "a fox")
 
 
+def sets(*assignments: str) -> list[str]:
+    """Return the command-line options of assignments."""
+    return [word for assignment in assignments for word in ("--set", assignment)]
+
+
 def on(data_parallel: int, expert_parallel: int, system: str) -> TrainConfig:
     return dataclasses.replace(CONFIG, parallel=ParallelConfig(data_parallel, expert_parallel, system))
 

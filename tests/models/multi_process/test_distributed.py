@@ -154,48 +154,35 @@ def test_the_kernel_looks_after_a_machine_that_vanished():
     assert idle + interval * count == unacknowledged_ms / 1000 < PROMISED_S
 
 
-@pytest.mark.slow
-def test_a_process_that_does_not_come_is_named_to_those_that_wait():
-    port, until, lines = free_port(), time.monotonic() + 2, []
+def refusals(port, within_s, *others):
+    """Return the refusals of process 0 of three, and of others that join it."""
+    until, lines = time.monotonic() + within_s, []
 
-    def meet(place, how):
+    def meet(process_id, how):
         with pytest.raises(UserError) as refused:
-            how(place, until, 2)
+            how(Place("127.0.0.1", port, 3, process_id), until, within_s)
         lines.append(str(refused.value))
 
-    meetings = [(Place("127.0.0.1", port, 3, 0), gather), (Place("127.0.0.1", port, 3, 1), wait_for_processes)]
+    meetings = [(0, gather), *((process_id, wait_for_processes) for process_id in others)]
     threads = [threading.Thread(target=meet, args=meeting) for meeting in meetings]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    return lines
+
+
+@pytest.mark.slow
+def test_a_process_that_does_not_come_is_named_to_those_that_wait():
+    port = free_port()
     said = f"multi_process.num_processes is 3, but process 2 did not connect to 127.0.0.1:{port} within 2 s; expected "
-    assert [line[: len(said)] for line in lines] == [said] * 2
+    assert [line[: len(said)] for line in refusals(port, 2, 1)] == [said] * 2
 
 
 def test_a_process_id_that_comes_twice_is_refused_by_all():
-    port, until = free_port(), time.monotonic() + 60
-    lines = []
-
-    def meet(place, how):
-        with pytest.raises(UserError) as refused:
-            how(place, until, 60)
-        lines.append(str(refused.value))
-
-    first = threading.Thread(target=meet, args=(Place("127.0.0.1", port, 3, 0), gather))
-    others = [
-        threading.Thread(target=meet, args=(Place("127.0.0.1", port, 3, 1), wait_for_processes)) for _ in range(2)
-    ]
-    for thread in (first, *others):
-        thread.start()
-    for thread in (first, *others):
-        thread.join()
     name = socket.gethostname()
-    assert (
-        lines
-        == [f"multi_process.process_id is 1 of a process on {name} and of one on {name}; expected 0 to 2, each once"]
-        * 3
-    )
+    said = f"multi_process.process_id is 1 of a process on {name} and of one on {name}; expected 0 to 2, each once"
+    assert refusals(free_port(), 60, 1, 1) == [said] * 3
 
 
 SLURM = {

@@ -1,6 +1,7 @@
 """Checkpoints: exact round trips, loading tensor by tensor, and errors for damaged files."""
 
 import json
+import re
 
 import jax
 import ml_dtypes
@@ -242,9 +243,8 @@ def test_an_index_that_lies(mixtral, tmp_path, places, expected):
 )
 def test_configs_that_are_not_supported(mixtral, tmp_path, field, value, expected):
     folder = copied(mixtral, tmp_path / "bad", config=lambda raw: raw.update({field: value}))
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=re.escape(expected)):
         from_pretrained(folder, mesh())
-    assert expected in str(caught.value)
 
 
 def test_no_pickle_is_read(mixtral, tmp_path):

@@ -1,6 +1,7 @@
 """Quantized weights equal the floats of a plain conversion, in full or in part."""
 
 import json
+import re
 from pathlib import Path
 
 import ml_dtypes
@@ -224,6 +225,5 @@ def test_scales_that_do_not_fit_are_named(folders, change, expected, tmp_path):
 def test_other_formats_are_refused(tmp_path, settings, expected):
     name = "lm_head.weight"
     write(tmp_path / "bad", {name: np.zeros((2, 3), ml_dtypes.float8_e4m3fn)}, {}, settings)
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=re.escape(expected)):
         CheckpointWeights(TensorFolder(tmp_path / "bad"), read_fields(tmp_path / "bad")).check(name, (2, 3))
-    assert expected in str(caught.value)

@@ -17,10 +17,11 @@ from models.run_folder.checkpoints import BASE, parts, steps_in
 from models.settings import updated
 from models.training.step import make_programs
 from tests.models.decoder.test_pipeline import decoder_config
+from tests.models.small import sets
 from tests.models.training.test_tuning import checkpoint, losses, tuned
 
 __all__ = ["checkpoint"]
-LORA = ["--set", "lora.rank=2", "--set", "lora.alpha=8", "--mesh", "expert=2"]
+LORA = ["--mesh", "expert=2", *sets("lora.rank=2", "lora.alpha=8")]
 
 
 def merged(base, folder):

@@ -14,6 +14,7 @@ from models.config import ModelConfig
 from models.run_folder.metrics import RunFolder
 from models.tiny_checkpoint import byte_tokenizer, tiny_config
 from models.training.source import BIAS_RATE, PUBLISHED_NAMES, source_of, with_sizes
+from tests.models.small import sets
 
 TEXT = "the quick brown fox jumps over the lazy dog. "
 STEPS = 3
@@ -46,8 +47,10 @@ def test_routing_biases_of_random_parameters_move(name, tmp_path, monkeypatch):
     (tmp_path / "text").write_text(TEXT * 100)
     (tmp_path / "tokenizer.json").write_text(byte_tokenizer().to_str())
     arguments = [name.lower(), "--data", tmp_path / "text", "--run-dir", tmp_path / "run", "--steps", STEPS]
-    arguments += ["--mesh", "expert=2", "--system", "plain", "--set", f"data.tokenizer={tmp_path / 'tokenizer.json'}"]
-    arguments += ["--set", "batch.sequence_length=16", "--set", "validation.batches=1"]
+    arguments += ["--mesh", "expert=2", "--system", "plain"]
+    arguments += sets(
+        f"data.tokenizer={tmp_path / 'tokenizer.json'}", "batch.sequence_length=16", "validation.batches=1"
+    )
     result = CliRunner().invoke(train.app, list(map(str, arguments)))
     assert result.exit_code == 0, result.output
     bias = load_file(RunFolder(tmp_path / "run").model / "model.safetensors")[

@@ -22,20 +22,11 @@ from models.tiny_checkpoint import tiny_config, write_tiny
 from models.training.source import source_of
 from tests.models.processes import end, free_port, start
 from tests.models.reference_loss import next_token_loss
-from tests.models.small import losses
+from tests.models.small import losses, sets
 
 TEXT = "the quick brown fox jumps over the lazy dog. "
-SMALL = ["--set", "batch.sequence_length=16", "--set", "optimizer.learning_rate=1e-2", "--system", "plain"]
-SMALL += [
-    "--set",
-    "optimizer.schedule=constant",
-    "--set",
-    "optimizer.warmup_steps=0",
-    "--set",
-    "validation.interval=2",
-    "--set",
-    "validation.batches=1",
-]
+SMALL = ["--system", "plain", *sets("batch.sequence_length=16", "validation.interval=2", "validation.batches=1")]
+SMALL += sets("optimizer.learning_rate=1e-2", "optimizer.schedule=constant", "optimizer.warmup_steps=0")
 
 
 @pytest.fixture
@@ -60,7 +51,7 @@ def tuned(checkpoint, name, *options):
 
 
 def held_out(checkpoint):
-    return ["--set", f"data.validation={checkpoint.parent / 'held_out'}", "--set", "batch.accumulate=2"]
+    return sets(f"data.validation={checkpoint.parent / 'held_out'}", "batch.accumulate=2")
 
 
 @pytest.mark.slow
@@ -122,8 +113,8 @@ def test_a_run_with_a_pipeline_goes_on_without_one(checkpoint, rank, monkeypatch
 @pytest.mark.slow
 def test_adapters_alone_are_trained_and_merged(checkpoint):
     """The saved checkpoint has the validation loss of the last step."""
-    options = ["--mesh", "data=2,expert=2", "--steps", 6, "--set", f"data.validation={checkpoint.parent / 'held_out'}"]
-    options += ["--set", "lora.rank=2", "--set", "batch.accumulate=2", "--set", "optimizer.state_dtype=bfloat16"]
+    options = ["--mesh", "data=2,expert=2", "--steps", 6, *held_out(checkpoint)]
+    options += sets("lora.rank=2", "optimizer.state_dtype=bfloat16")
     folder, _ = tuned(checkpoint, "run", *options)
     assert losses(folder)[-1] < losses(folder)[0]
     before, after = (load_file(path / "model.safetensors") for path in (checkpoint, folder.model))
