@@ -178,6 +178,7 @@ def test_slots_exchange_only_experts_that_the_other_rank_lacks():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_domains_are_planned_each_for_itself():
     """Tokens from the other domain count, on any rank."""
     counts = WORKLOADS[2].counts(0, 8, 512, 32, 4)

@@ -217,10 +217,10 @@ def results(dispatch, transfer, saved=Saved(), max_rounds=None, chunks=1):
     ("dispatch", "saved", "options"),
     [
         ("once", ROWS, {}),
-        ("forward", EVERYTHING, {}),
         *(
             pytest.param(*case, marks=pytest.mark.thorough)
             for case in (
+                ("forward", EVERYTHING, {}),
                 ("once", EVERYTHING, {}),
                 ("once", HIDDEN, {}),
                 ("forward", ROWS, {}),

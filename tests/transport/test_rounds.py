@@ -39,7 +39,7 @@ def unread_sums_as_nan(traced):
         ultraep(2),
         feplb(2),
         replace(exact(2), dispatch=Once()),
-        replace(exact(2), dispatch=Direct(saved=Saved(replicas=True))),
+        pytest.param(replace(exact(2), dispatch=Direct(saved=Saved(replicas=True))), marks=pytest.mark.thorough),
         replace(exact(2), replicate=Gather()),
     ],
     ids=["exact", "rounds", "relays", "two phases", "once", "saved", "gather"],
@@ -117,7 +117,7 @@ def test_gate_goes_in_up_where_less_is_moved(num_rows, are_joined, in_parts, goe
     assert not slots._replace(home=experts.fused()).fuse_gate_up(rows)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("gpu", marks=pytest.mark.thorough)])
 def test_gradients_of_many_rounds_lose_no_small_addends(platform, monkeypatch):
     """The first round has the dtype of the weights; further ones are added in float32, or in two halves."""
     monkeypatch.setattr(slot_weights, "_platform", lambda: platform)

@@ -6,13 +6,12 @@ import shutil
 import signal
 
 import pytest
-from rich.console import Console
 
 from models.config import ParallelConfig
 from models.run_folder.checkpoints import Checkpoints, steps_in
 from models.run_folder.files import CHECKSUMS, write_checksums
 from models.run_folder.metrics import RunFolder
-from models.training.loop import execute, prepare
+from models.training.loop import prepare
 from tests.models.kill_training import STEPS_PER_KILL, finish, kill_and_compare, start, wait_for_steps
 from tests.models.small import CONFIG, CORPUS, run
 
@@ -209,6 +208,14 @@ def without_checksums(place):
     return changed
 
 
+@pytest.fixture(scope="module")
+def other_run(tmp_path_factory):
+    """Return a run that differs from `trained_run` in its identifier only."""
+    folder = RunFolder(tmp_path_factory.mktemp("runs") / "other")
+    run(CONFIG, folder.path)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("place", "step", "problem"),
     [
@@ -221,11 +228,9 @@ def without_checksums(place):
     ],
     ids=["exchanged", "renamed", "copied", "of another run", "exchanged, no checksums", "of another, no checksums"],
 )
-def test_a_checkpoint_of_another_step_or_run_is_damaged(copied, trained_run, tmp_path, place, step, problem):
-    folder, other, lines = RunFolder(copied), tmp_path / "other", []
-    # The other run differs in its identifier only.
-    execute(prepare(CONFIG, CORPUS, other), Console(quiet=True))
-    place(folder.checkpoints, RunFolder(other).checkpoints)
+def test_a_checkpoint_of_another_step_or_run_is_damaged(copied, trained_run, other_run, place, step, problem):
+    folder, lines = RunFolder(copied), []
+    place(folder.checkpoints, other_run.checkpoints)
     if step is None:
         before = contents(copied)
         with pytest.raises(ValueError, match=r"every checkpoint in '.*' is damaged; expected an intact one"):
@@ -237,7 +242,7 @@ def test_a_checkpoint_of_another_step_or_run_is_damaged(copied, trained_run, tmp
         assert run.done_steps == step
         assert steps_in(folder.checkpoints)[0] == step
         assert len(list(folder.damaged.iterdir())) == 1
-        assert run.run_id == RunFolder(trained_run).run_id != RunFolder(other).run_id
+        assert run.run_id == RunFolder(trained_run).run_id != other_run.run_id
     assert f"is damaged: {problem}" in lines[0]
 
 

@@ -181,6 +181,7 @@ def test_a_run_is_not_written_into_its_checkpoint(checkpoint):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_resumed_run_renders_the_time_of_its_start(checkpoint):
     (checkpoint / "chat_template.jinja").write_text(
         "{{ strftime_now('%f %S') }}{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}"
