@@ -345,159 +345,115 @@ def planned(counts, slots=None):
 
 COUNTS = np.ones((2, 4), np.int32)
 FSDP = make_mesh((2, 2), ("data", "expert"))
-ROUTERS = {
-    "top k": TopK(17),
-    "forced": routing.ForceBalanced(TopK(17)),
-    "noisy": routing.NoisyTopK(TopK(17)),
-    "hashed": routing.HashRouter(17),
-    "expert choice": routing.ExpertChoice(17, 20),
-    "groups": TopK(9, group_limit=routing.GroupLimit(2, 1)),
-}
-REFUSED = {
-    **{
-        f"too many experts, {name}": (partial(a_layer, router=router), "router.num_experts_per_tok is ")
-        for name, router in ROUTERS.items()
-    },
-    "groups that do not divide": (
-        partial(a_layer, router=TopK(1, group_limit=routing.GroupLimit(3, 1))),
-        "router.num_g",
-    ),
-    "router of one argument": (partial(a_layer, router=lambda x: x), "router is <function"),
-    "router that is a class": (partial(a_layer, router=TopK), "router is the class TopK; expected an instance"),
-    "router that is a number": (partial(a_layer, router=2), "router is 2; expected a function"),
-    "router that returns its logits": (partial(a_call, router=lambda x, b, i: x), "router returned "),
-    "router of other tokens": (
+ROUTERS = [TopK(17), routing.ForceBalanced(TopK(17)), routing.NoisyTopK(TopK(17)), routing.HashRouter(17)]
+ROUTERS += [routing.ExpertChoice(17, 20), TopK(9, group_limit=routing.GroupLimit(2, 1))]
+"""Routers that choose more experts than there are."""
+
+REFUSED = [
+    *((partial(a_layer, router=router), "router.num_experts_per_tok is ") for router in ROUTERS),
+    (partial(a_layer, router=TopK(1, group_limit=routing.GroupLimit(3, 1))), "router.num_g"),
+    (partial(a_layer, router=lambda x: x), "router is <function"),
+    (partial(a_layer, router=TopK), "router is the class TopK; expected an instance"),
+    (partial(a_layer, router=2), "router is 2; expected a function"),
+    (partial(a_call, router=lambda x, b, i: x), "router returned "),
+    (
         partial(a_call, router=lambda x, b, i: routing.Routing(jnp.zeros((1, 1), int), jnp.ones((1, 1)), x, x)),
         "router's experts has shape (1, 1); expected [16, any]",
     ),
-    "router of float experts": (
+    (
         partial(a_call, router=lambda x, b, i: routing.Routing(x[:, :1], x[:, :1], x, x)),
         "router's experts has dtype float32; expected integers",
     ),
-    "a list of tokens": (partial(a_call, x=[[1.0] * 8]), "x is [[1.0, 1.0, 1.0, 1.0, 1.0, 1.0"),
-    "no tokens": (partial(a_call, x=None), "x is None; expected an array"),
-    "narrow tokens": (partial(a_call, x=jnp.ones((64, 7))), "x has shape (64, 7); expected [..., 8]"),
-    "integer tokens": (partial(a_call, x=jnp.ones((64, 8), int)), "x has dtype int32; expected floating-point numbers"),
-    "a short mask": (partial(a_call, mask=jnp.ones(63, bool)), "mask has shape (63,); expected [64]"),
-    "a long mask": (partial(a_call, mask=jnp.ones((64, 1), bool)), "mask has shape (64, 1); expected [64]"),
-    "a float mask": (partial(a_call, mask=jnp.ones(64)), "mask has dtype float32; expected booleans"),
-    "an integer mask": (partial(a_call, mask=jnp.ones(64, int)), "mask has dtype int32; expected booleans"),
-    "a mask in a list": (partial(a_call, mask=[True] * 64), "mask is [True, True"),
-    "short ids": (partial(a_call, token_ids=jnp.ones(63, int)), "token_ids has shape (63,); expected [64]"),
-    "float ids": (partial(a_call, token_ids=jnp.ones(64)), "token_ids has dtype float32; expected integers"),
-    "a seed as key": (partial(a_call, key=0), "key is 0; expected a random key"),
-    "a float key": (partial(a_call, key=jnp.ones(2)), "key is Array"),
-    "no axes": (partial(a_layer, topology=Topology.flat(4)), "topology has no expert_axes; expected one made by"),
-    "other axes": (
+    (partial(a_call, x=[[1.0] * 8]), "x is [[1.0, 1.0, 1.0, 1.0, 1.0, 1.0"),
+    (partial(a_call, x=None), "x is None; expected an array"),
+    (partial(a_call, x=jnp.ones((64, 7))), "x has shape (64, 7); expected [..., 8]"),
+    (partial(a_call, x=jnp.ones((64, 8), int)), "x has dtype int32; expected floating-point numbers"),
+    (partial(a_call, mask=jnp.ones(63, bool)), "mask has shape (63,); expected [64]"),
+    (partial(a_call, mask=jnp.ones((64, 1), bool)), "mask has shape (64, 1); expected [64]"),
+    (partial(a_call, mask=jnp.ones(64)), "mask has dtype float32; expected booleans"),
+    (partial(a_call, mask=jnp.ones(64, int)), "mask has dtype int32; expected booleans"),
+    (partial(a_call, mask=[True] * 64), "mask is [True, True"),
+    (partial(a_call, token_ids=jnp.ones(63, int)), "token_ids has shape (63,); expected [64]"),
+    (partial(a_call, token_ids=jnp.ones(64)), "token_ids has dtype float32; expected integers"),
+    (partial(a_call, key=0), "key is 0; expected a random key"),
+    (partial(a_call, key=jnp.ones(2)), "key is Array"),
+    (partial(a_layer, topology=Topology.flat(4)), "topology has no expert_axes; expected one made by"),
+    (
         partial(a_layer, topology=Topology.from_mesh(make_mesh((4,), ("other",)), "other")),
         "topology names axis 'other'; expected an axis of the mesh",
     ),
-    "other ranks": (
+    (
         partial(a_layer, topology=Topology.from_mesh(make_mesh((2,), ("expert",)))),
         "topology has 2 ranks; expected the 4 of mesh axes ('expert',)",
     ),
-    "indivisible embedding": (
+    (
         partial(a_layer, embed_dim=7, mesh=FSDP, rules=(("exp", "expert"), ("embed", "data"), ("mlp", None))),
         "rules split axis 'embed' of size 7 over ('data',); expected a multiple of 2",
     ),
-    "indivisible inner width": (
+    (
         partial(
             a_layer, experts=ExpertConfig(7), mesh=FSDP, rules=(("exp", "expert"), ("embed", None), ("mlp", "data"))
         ),
         "rules split axis 'mlp' of size 7 over ('data',); expected a multiple of 2",
     ),
-    "a mesh without experts": (
+    (
         partial(a_layer, mesh=make_mesh((2, 2), ("data", "ep"))),
         "mesh has the axes ('data', 'ep'); expected the axis 'expert', or topology=Topology.from_mesh(mesh, 'ep') with",
     ),
-    "moe outside": (partial(a_rank, around=False), "topology has the axes ('expert', 'tensor'); expected axes of"),
-    "moe of a flat topology": (partial(a_rank, topology=Topology.flat(2)), "topology has no expert_axes; expected one"),
-    "moe of a list": (partial(a_rank, x=[1.0]), "x is [1.0]; expected an instance of Array"),
-    "moe of a system's name": (partial(a_rank, system="exact"), "system is 'exact'; expected an instance of System"),
-    "moe of a kernel": (partial(a_rank, params=lambda: jnp.ones((8, 4))), "params is "),
-    "moe of a mask": (partial(a_rank, tokens=lambda: jnp.ones(16, bool)), "tokens is "),
-    "moe with experts of other ranks": (
+    (partial(a_rank, around=False), "topology has the axes ('expert', 'tensor'); expected axes of"),
+    (partial(a_rank, topology=Topology.flat(2)), "topology has no expert_axes; expected one"),
+    (partial(a_rank, x=[1.0]), "x is [1.0]; expected an instance of Array"),
+    (partial(a_rank, system="exact"), "system is 'exact'; expected an instance of System"),
+    (partial(a_rank, params=lambda: jnp.ones((8, 4))), "params is "),
+    (partial(a_rank, tokens=lambda: jnp.ones(16, bool)), "tokens is "),
+    (
         partial(a_rank, params=lambda: MoEParams(jnp.ones((8, 6)), Experts(jnp.ones((2, 8, 4)), jnp.ones((2, 4, 8))))),
         "experts holds 2 experts on each of 2 ranks; expected 6 in all",
     ),
-    "moe with experts of another width": (
+    (
         partial(a_rank, params=lambda: MoEParams(jnp.ones((8, 4)), Experts(jnp.ones((2, 5, 4)), jnp.ones((2, 4, 5))))),
         "x has width 8 and experts.up 5; expected 8, as in the router's kernel",
     ),
-    "moe with a short mask": (
-        partial(a_rank, tokens=lambda: TokenInfo(jnp.ones(15, bool))),
-        "mask has shape (15,); expected [16",
-    ),
-    "moe with a float mask": (
-        partial(a_rank, tokens=lambda: TokenInfo(jnp.ones(16))),
-        "mask has dtype float32; expected bool",
-    ),
-    "moe with float ids": (
-        partial(a_rank, tokens=lambda: TokenInfo(ids=jnp.ones(16))),
-        "tokens.ids has dtype float32; expected",
-    ),
-    "moe with too many experts": (
-        partial(a_rank, router=TopK(5)),
-        "router.num_experts_per_tok is 5; expected at most 4",
-    ),
-    "tokens over the tensor axis": (
+    (partial(a_rank, tokens=lambda: TokenInfo(jnp.ones(15, bool))), "mask has shape (15,); expected [16"),
+    (partial(a_rank, tokens=lambda: TokenInfo(jnp.ones(16))), "mask has dtype float32; expected bool"),
+    (partial(a_rank, tokens=lambda: TokenInfo(ids=jnp.ones(16))), "tokens.ids has dtype float32; expected"),
+    (partial(a_rank, router=TopK(5)), "router.num_experts_per_tok is 5; expected at most 4"),
+    (
         partial(a_rank, in_specs=PartitionSpec(("expert", "tensor"))),
         "x differs between shards of ['tensor']; expected equal tokens",
     ),
-    "half counts": (partial(planned, COUNTS * 0.5), "counts has dtype float64; expected integers"),
-    "counts that are booleans": (partial(planned, COUNTS > 0), "counts has dtype bool; expected integers"),
-    "counts in a list": (
-        partial(planned, COUNTS.tolist()),
-        "counts is [[1, 1, 1, 1], [1, 1, 1, 1]]; expected an array",
-    ),
-    "counts of other ranks": (partial(planned, COUNTS[:1]), "counts has shape (1, 4); expected [R, E] with R = 2"),
-    "traffic of half counts": (
-        lambda: core.traffic(planned(COUNTS), COUNTS * 0.5),
-        "counts has dtype float64; expected",
-    ),
-    "a checked plan of half counts": (
-        lambda: core.check_plan(planned(COUNTS), COUNTS * 0.5),
-        "counts has dtype float64",
-    ),
-    "no statistics": (lambda: raise_on_fault(None), "stats is None; expected an instance of Stats"),
-    "losses of outputs": (
-        lambda: router_loss(jnp.ones(2)),
-        "stats is Array([1., 1.], dtype=float32); expected an inst",
-    ),
-    "rounds of nothing": (lambda: core.needs_more_rounds(None), "stats is None; expected an instance of Stats"),
-    "loads of nothing": (lambda: a_layer(system=systems.two_tier()).update_loads(None), "stats is None; expected an"),
-    "bias of nothing": (
-        lambda: a_layer(router=TopK(2, selection_bias=True)).update_bias(None),
-        "stats is None; expected",
-    ),
-    "balance nothing": (
-        lambda: balance(None, mesh=make_mesh((2,), ("expert",))),
-        "model is None; expected an instance",
-    ),
-    "balance a function": (lambda: balance(jnp.sin, mesh=make_mesh((2,), ("expert",))), "model is <"),
-    "balance without a mesh": (
-        lambda: balance(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), mesh=None),
-        "mesh is None; expected",
-    ),
-    "balance a layer without experts": (
+    (partial(planned, COUNTS * 0.5), "counts has dtype float64; expected integers"),
+    (partial(planned, COUNTS > 0), "counts has dtype bool; expected integers"),
+    (partial(planned, COUNTS.tolist()), "counts is [[1, 1, 1, 1], [1, 1, 1, 1]]; expected an array"),
+    (partial(planned, COUNTS[:1]), "counts has shape (1, 4); expected [R, E] with R = 2"),
+    (lambda: core.traffic(planned(COUNTS), COUNTS * 0.5), "counts has dtype float64; expected"),
+    (lambda: core.check_plan(planned(COUNTS), COUNTS * 0.5), "counts has dtype float64"),
+    (lambda: raise_on_fault(None), "stats is None; expected an instance of Stats"),
+    (lambda: router_loss(jnp.ones(2)), "stats is Array([1., 1.], dtype=float32); expected an inst"),
+    (lambda: core.needs_more_rounds(None), "stats is None; expected an instance of Stats"),
+    (lambda: a_layer(system=systems.two_tier()).update_loads(None), "stats is None; expected an"),
+    (lambda: a_layer(router=TopK(2, selection_bias=True)).update_bias(None), "stats is None; expected"),
+    (lambda: balance(None, mesh=make_mesh((2,), ("expert",))), "model is None; expected an instance"),
+    (lambda: balance(jnp.sin, mesh=make_mesh((2,), ("expert",))), "model is <"),
+    (lambda: balance(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), mesh=None), "mesh is None; expected"),
+    (
         lambda: balance(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), mesh=make_mesh((2,), ("expert",))),
         "model is a Linear without MoE blocks; expected one or more of maxtext.layers.moe.RoutedMoE, easydel.",
     ),
-    "balance our own layer": (lambda: balance(a_layer(), mesh=make_mesh((4,), ("expert",))), "model is a MoE without"),
-    "balance with a flat topology": (
+    (lambda: balance(a_layer(), mesh=make_mesh((4,), ("expert",))), "model is a MoE without"),
+    (
         lambda: balance(a_layer(), mesh=make_mesh((4,), ("expert",)), topology=Topology.flat(4)),
         "topology has no expert_axes; expected one made by Topology.from_mesh(mesh)",
     ),
-    "dispatch that is a number": (lambda: systems.exact(dispatch=3), "dispatch is 3; expected an instance of Dispatch"),
-    "dispatch that is a class": (lambda: systems.exact(dispatch=transport.Once), "dispatch is <class"),
-    "buffers that are a number": (lambda: systems.exact(2, 1.25), "buffers is 1.25; expected an instance of Buffers"),
-}
+    (lambda: systems.exact(dispatch=3), "dispatch is 3; expected an instance of Dispatch"),
+    (lambda: systems.exact(dispatch=transport.Once), "dispatch is <class"),
+    (lambda: systems.exact(2, 1.25), "buffers is 1.25; expected an instance of Buffers"),
+]
 """Calls with a wrong argument, and the beginning of their error."""
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_arguments_of_functions(case, unchecked):
-    call, message = REFUSED[case]
+@pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_arguments_of_functions(call, message, unchecked):
     with pytest.raises((TypeError, ValueError)) as refused:
         call()
     text = str(refused.value)
