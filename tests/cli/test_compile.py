@@ -12,33 +12,32 @@ from jax_moe_lb.aot import quiet_stderr
 from jax_moe_lb.aot.targets import EXTRAS
 from tests.cli.test_refusals import refusal
 
-BAD = {
-    "no target": (("--train",), "--target"),
-    "unknown machine": (("--target", "x100:8"), "one of a100, h100, h200, b200, gb200, such as h100:1x8"),
-    "a terminal's bell": (("--target", "\a"), "target is '\\x07'; expected"),
-    "pages": (("--target", "x" * 10**6), "expected NAME:NODESxGPUS"),
-}
-BAD_OPTIONS = {
-    "unknown system": (("--system", "nope"), "--system is 'nope'; expected one of eplb, "),
-    "two systems": (("--system", "exact+ultraep"), "expected one of direct, once, forward, rails after +"),
-    "sprayed waves": (("--system", "feplb+rails"), "dispatch is 'rails'; expected none for a system with TwoPhase"),
-    "a size twice": (("--sizes", "H=64", "--sizes", "H=32"), "sizes is 'H=64,H=32'"),
-    "no replicas": (("--system", "plain", "--replica-slots", "2"), "--replica-slots is 2;"),
-    "headroom": (("--headroom", "nan"), "--headroom is 'nan'; expected a number above 0"),
-    "rounds": (("--max-rounds", "0"), "--max-rounds is '0'; expected an integer, at least 1"),
-    "a load": (("--timeline", "t", "--load", "zipf"), "--load is 'zipf'; expected uniform"),
-    "no timeline": (("--against", "gone.json"), "--against is gone.json: No such file"),
-    "no folder": (("--timeline", "gone/t.json"), "--timeline is gone/t.json; expected a file in"),
-    "an array": (("--saved", "row"), "--saved is 'row'; expected one of replicas, rows, hidden"),
-    "saved waves": (("--system", "feplb", "--saved", "rows"), "expected Saved() for TwoPhase"),
-    "an option": (("--xla", "fast"), "--xla is 'fast'; expected NAME=VALUE"),
-}
-BAD |= {name: (("--target", "h100:1x8", *argv), expected) for name, (argv, expected) in BAD_OPTIONS.items()}
+BAD = [
+    (("--train",), "--target"),
+    (("--target", "x100:8"), "one of a100, h100, h200, b200, gb200, such as h100:1x8"),
+    (("--target", "\a"), "target is '\\x07'; expected"),
+    (("--target", "x" * 10**6), "expected NAME:NODESxGPUS"),
+]
+BAD_OPTIONS = [
+    (("--system", "nope"), "--system is 'nope'; expected one of eplb, "),
+    (("--system", "exact+ultraep"), "expected one of direct, once, forward, rails after +"),
+    (("--system", "feplb+rails"), "dispatch is 'rails'; expected none for a system with TwoPhase"),
+    (("--sizes", "H=64", "--sizes", "H=32"), "sizes is 'H=64,H=32'"),
+    (("--system", "plain", "--replica-slots", "2"), "--replica-slots is 2;"),
+    (("--headroom", "nan"), "--headroom is 'nan'; expected a number above 0"),
+    (("--max-rounds", "0"), "--max-rounds is '0'; expected an integer, at least 1"),
+    (("--timeline", "t", "--load", "zipf"), "--load is 'zipf'; expected uniform"),
+    (("--against", "gone.json"), "--against is gone.json: No such file"),
+    (("--timeline", "gone/t.json"), "--timeline is gone/t.json; expected a file in"),
+    (("--saved", "row"), "--saved is 'row'; expected one of replicas, rows, hidden"),
+    (("--system", "feplb", "--saved", "rows"), "expected Saved() for TwoPhase"),
+    (("--xla", "fast"), "--xla is 'fast'; expected NAME=VALUE"),
+]
+BAD += [(("--target", "h100:1x8", *argv), expected) for argv, expected in BAD_OPTIONS]
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_refused(case, capsys):
-    argv, expected = BAD[case]
+@pytest.mark.parametrize(("argv", "expected"), BAD, ids=[expected for _, expected in BAD])
+def test_bad_input_is_refused(argv, expected, capsys):
     message = refusal(capsys, "compile", *argv)
     assert expected in message
     assert len(message) < 600

@@ -218,24 +218,23 @@ def test_calibrate_writes_what_simulate_reads(capsys, tmp_path, monkeypatch):
     assert json.loads(output(capsys, "simulate", tmp_path / "machine.yaml", "--json"))["step_s"] > 0
 
 
-REFUSED = {
-    "unknown system": (("--system", "ultra"), "--system is 'ultra'; expected one of eplb"),
-    "slots of plain": (("--system", "plain", "--replica-slots", "2"), "--replica-slots is 2; expected none, as plain"),
-    "slots in words": (("--replica-slots", "two"), "--replica-slots is 'two'"),
-    "slots beyond all experts": (("--replica-slots", "7"), "--replica-slots is 7; expected at most 6, the experts"),
-    "domains of ultraep": (("--domain-sizes", "1,2"), "--domain-sizes is (1, 2) for system 'ultraep'"),
-    "too few domains": (("--system", "hybridep", "--domain-sizes", "2"), "--domain-sizes is (2,)"),
-    "no divisors": (("--system", "hybridep", "--domain-sizes", "3,1"), "--domain-sizes is (3, 1)"),
-    "no imbalance": (("--imbalance", "0.5"), "--imbalance is '0.5'; expected a number, at least 1"),
-    "impossible imbalance": (("--imbalance", "99"), "--imbalance is 99.0; expected at most"),
-    "missing trace": (("--trace", "none.npy"), "--trace is none.npy: No such file"),
-    "no folder": (("--timeline", "no/such/t.json"), "--timeline is no/such/t.json: No such file or directory"),
-}
+REFUSED = [
+    (("--system", "ultra"), "--system is 'ultra'; expected one of eplb"),
+    (("--system", "plain", "--replica-slots", "2"), "--replica-slots is 2; expected none, as plain"),
+    (("--replica-slots", "two"), "--replica-slots is 'two'"),
+    (("--replica-slots", "7"), "--replica-slots is 7; expected at most 6, the experts"),
+    (("--domain-sizes", "1,2"), "--domain-sizes is (1, 2) for system 'ultraep'"),
+    (("--system", "hybridep", "--domain-sizes", "2"), "--domain-sizes is (2,)"),
+    (("--system", "hybridep", "--domain-sizes", "3,1"), "--domain-sizes is (3, 1)"),
+    (("--imbalance", "0.5"), "--imbalance is '0.5'; expected a number, at least 1"),
+    (("--imbalance", "99"), "--imbalance is 99.0; expected at most"),
+    (("--trace", "none.npy"), "--trace is none.npy: No such file"),
+    (("--timeline", "no/such/t.json"), "--timeline is no/such/t.json: No such file or directory"),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_bad_options(capsys, config, name):
-    argv, message = REFUSED[name]
+@pytest.mark.parametrize(("argv", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_bad_options(capsys, config, argv, message):
     assert message in refusal(capsys, "simulate", config, *argv)
 
 

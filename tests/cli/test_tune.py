@@ -36,17 +36,16 @@ def test_the_fastest_form_as_json_and_text(compiled, capsys):
     assert "fastest: Once" in capsys.readouterr().out
 
 
-BAD = {
-    "memory": (("--memory", "2"), "--memory is '2'; expected a size above 0 with its unit"),
-    "layers": (("--layers", "0"), "--layers is '0'; expected an integer, at least 1"),
-    "a load": (("--load", "zipf"), "--load is 'zipf'; expected uniform"),
-    "experts": (("--sizes", "E=12"), "E is 12; expected a multiple of the target's 8 devices"),
-    "rates": (("--target", "v4:2x2x1"), "device is 'v4'; expected one with rates"),
-}
+BAD = [
+    (("--memory", "2"), "--memory is '2'; expected a size above 0 with its unit"),
+    (("--layers", "0"), "--layers is '0'; expected an integer, at least 1"),
+    (("--load", "zipf"), "--load is 'zipf'; expected uniform"),
+    (("--sizes", "E=12"), "E is 12; expected a multiple of the target's 8 devices"),
+    (("--target", "v4:2x2x1"), "device is 'v4'; expected one with rates"),
+]
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_refused(case, capsys):
-    argv, expected = BAD[case]
+@pytest.mark.parametrize(("argv", "expected"), BAD, ids=[expected for _, expected in BAD])
+def test_bad_input_is_refused(argv, expected, capsys):
     target = () if "--target" in argv else ("--target", "v5e:2x4")
     assert expected in refusal(capsys, "tune", *target, *argv)
