@@ -28,7 +28,6 @@ def all_gather():
     return names["AllGather"]()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dispatch", [Direct(Buffers(0.6)), TwoPhase(Buffers(0.6))], ids=["one wave", "two phases"])
 @pytest.mark.thorough
 def test_a_replication_from_outside_serves_in_every_wave(dispatch):

@@ -34,7 +34,7 @@ The others are further cases of the same faults: an import, a name or an argumen
 
 
 def marks(block):
-    return () if block.name in CHEAP else (pytest.mark.slow, pytest.mark.thorough)
+    return () if block.name in CHEAP else (pytest.mark.thorough,)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.thorough]
+pytestmark = pytest.mark.thorough
 
 BINARIES = ("jax_moe_lb._ffi", "jax_moe_lb._ffi_cuda", "jax_moe_lb._planning")
 RANKS, WIDTH = 4, 8

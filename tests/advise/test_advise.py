@@ -32,7 +32,6 @@ def advice(cluster, loads, step=Step(), ratio=None, planned=True):
     return judge, advise(judge, space, loads[:1], loads, ratio)
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_balancing_pays_where_routing_is_skewed():
     judge, answer = advice(machine(), drawn(2.0, 2))
@@ -83,7 +82,6 @@ def test_it_pays_from_fewer_tokens_on_where_links_are_faster():
     assert found[0] < found[1]
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_what_does_not_fit_says_why_by_name():
     judge, answer = advice(machine(), drawn(2.0))
@@ -119,7 +117,6 @@ def test_inference_keeps_nothing_for_gradients():
     assert Evaluator(MODEL, machine(), Step(optimizer_bytes=1.5)).memory(Choice()).optimizer == 1.5 * parameters
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_uniform_routing_compares_expert_domains_alone():
     cluster = Cluster((Links("dc", 100, 1e9), Links("gpu", 8, 1e11)), AnalyticGemm(1e12))

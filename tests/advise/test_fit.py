@@ -123,7 +123,6 @@ def test_what_does_not_fit_is_said_first_and_exits_with_one():
     assert len(found["fits_with"]) >= 2
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize(("model", "cluster"), PAIRS)
 def test_advise_of_all_presets_fits_or_says_what_would(model, cluster):

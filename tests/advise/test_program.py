@@ -142,7 +142,6 @@ def test_advise_prints_one_program_and_writes_it(tmp_path):
     assert any(re.fullmatch(reason, line) for line in lines)
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_the_program_is_the_same_in_json_and_replaces_an_earlier_one(tmp_path):
     (tmp_path / "layer.py").write_text(f"{WRITTEN}: plain on 8 accelerators.\n")

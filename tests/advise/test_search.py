@@ -28,7 +28,6 @@ def everything(most_slots):
     return space, list(space.every())
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_the_winner_is_not_slower_than_any_of_all(monkeypatch):
     # Use fewer choices, as each is simulated with runtime type checks.
@@ -95,7 +94,6 @@ def test_a_choice_of_several_rounds_is_tried_with_more_room():
     assert min(of_plain, key=of_plain.__getitem__).headroom == 1.25
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_floors_are_below_what_is_simulated(monkeypatch):
     monkeypatch.setattr(choice_module, "HEADROOMS", (None,))

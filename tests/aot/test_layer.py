@@ -23,7 +23,6 @@ def devices(monkeypatch):
     monkeypatch.setattr(Target, "devices", lambda self: jax.devices()[:8])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.thorough
 def test_a_layer(gradients):

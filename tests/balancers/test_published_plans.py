@@ -63,7 +63,6 @@ def test_fastermoe_copies_the_experts_of_the_released_rule_or_fewer():
     assert equal == len(CASES["FasterMoE"]) - 1
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("balancer", "num_tokens", "published"),

@@ -115,7 +115,6 @@ def one_level(tmp_path):
     return str(tmp_path / "small.yaml")
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_advise_ranks_by_the_step(capsys, one_level, tmp_path):
     counts = skewed_counts(ModelShape(2, 64, 128, 8, 2, 512), 4, 2.0, 3)
@@ -136,7 +135,6 @@ def test_advise_ranks_by_the_step(capsys, one_level, tmp_path):
     assert "Workloads: step 1; step 2; layers of each: 1; imbalance without balancing " in text
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_advise_lists_compressed_experts_apart_and_what_was_refused(capsys, one_level):
     argv = ("advise", one_level, one_level, "--imbalance", "1.0", "--replica-slots", "1", "--ratio", "4")
@@ -168,7 +166,6 @@ def test_advise_takes_more_ranks_than_counts_can_have(capsys, tmp_path):
     assert "jax-moe-lb tune" not in text
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_advise_plans_for_a_sample_of_many_datacenters(capsys, tmp_path, monkeypatch):
     path = large(

@@ -17,7 +17,7 @@ from tests.collectives.test_ragged_all_to_all import draw_case, reference
 from tests.kernels.layer_of_groups import domains_step, layer_step
 from tests.layer_cases import assert_close, make_mesh
 
-pytestmark = [pytest.mark.slow, pytest.mark.thorough]
+pytestmark = pytest.mark.thorough
 
 ROOT = Path(__file__).parents[2]
 

@@ -34,7 +34,6 @@ np.savez(f"{folder}/out.npz", y=y, counts=stats.counts, **gradients)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_in_a_fresh_process(tmp_path):
     graph, state = nnx.split(make_layer(make_mesh((4,), ("expert",)), greedy(1)))

@@ -8,7 +8,7 @@ import pytest
 
 from tests.faults.workers import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.thorough]
+pytestmark = pytest.mark.thorough
 
 
 @pytest.mark.parametrize(("kind", "number", "tries"), [("kills", 2, 2), ("kills", 4, 2), ("stalls", 2, 3)])

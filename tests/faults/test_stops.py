@@ -4,7 +4,7 @@ import pytest
 
 from tests.faults.stops import PER_RUN, interrupts, writers
 
-pytestmark = [pytest.mark.slow, pytest.mark.thorough]
+pytestmark = pytest.mark.thorough
 
 
 def test_interrupted_runs_continue(tmp_path):

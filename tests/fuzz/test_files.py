@@ -17,7 +17,6 @@ def test_mutated_files():
     assert failures(fuzzed(SEED, 200)) == []
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_more_mutated_files(pytestconfig):
     number = pytestconfig.getoption("--fuzz-files")

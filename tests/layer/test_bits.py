@@ -65,7 +65,6 @@ def test_the_number_of_ranks_changes_outputs_by_rounding(dtype, share):
     assert np.abs(one - four).max() <= 2 * float(jnp.finfo(dtype).eps) * np.abs(four).max()
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_gradients_over_data_expert_and_tensor_axes_are_those_of_float64(x64):
     """At most 6e-16 of the largest entry, three units in the last place."""

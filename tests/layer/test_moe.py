@@ -56,14 +56,12 @@ def test_every_layout_equals_dense(layout, check_vma):
         assert stats.counts.shape == (groups, topology.num_ranks, case.num_experts)
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_exchanges_as_between_processes(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     test_every_layout_equals_dense("an axis of copies", True)
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_axes_of_one_device_may_be_in_no_type(one_device_axes_removed):
     test_every_layout_equals_dense("axes of one device", True)

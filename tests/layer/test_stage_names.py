@@ -29,7 +29,6 @@ def operations(system: str) -> list[tuple[str, list[str]]]:
     return [(kind, re.split(r"[/()]+", names.get(at, ""))) for kind, at in found]
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize("system", ["greedy", "feplb"])
 def test_every_stage_has_its_name(system):

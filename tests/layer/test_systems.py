@@ -98,7 +98,6 @@ def test_exact_keeps_the_bound_that_it_promises():
         assert load(plan).max() <= Exact().bound(topology, num_home, slots) * 1000 + 1
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_exact_in_jnp_keeps_it_too():
     run = jax.jit(lambda counts: exact_in_jax(counts, 4, 8, 0.01, 2**63 - 1, True)[1].sum(0).max())

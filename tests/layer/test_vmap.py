@@ -50,7 +50,6 @@ EVERYDAY = {"feplb"}
 """Systems tested by default: weights and rows move in separate waves."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -84,7 +83,6 @@ def test_every_system_serves_one_microbatch_after_the_other(name):
     assert stats.rounds.min() > 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "system", [plain(), feplb(2), exact(2, Buffers(0.4), dispatch="once")], ids=["plain", "feplb", "once"]
 )
@@ -101,7 +99,6 @@ def test_weights_may_be_mapped_over_too(system):
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 def test_with_remat_inside_and_a_gradient_outside():
     mesh = make_mesh((8,), ("expert",))
     layer = sharded_moe(mesh, Topology.from_mesh(mesh), feplb(2))
@@ -121,7 +118,6 @@ def test_with_remat_inside_and_a_gradient_outside():
     assert_close(got, jax.jit(jax.grad(looped, (0, 1, 2)))(*args), 1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_the_layer_of_expert_domains():
     mesh, domains = expert_domains(make_mesh((2, 4), ("dc", "gpu")), {"dc": 2, "gpu": 2}, ("dc", "gpu"))

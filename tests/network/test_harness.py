@@ -29,7 +29,6 @@ def test_a_link_carries_its_rate_and_counts_what_it_carries():
     assert max(inside["seconds"], unlimited["seconds"]) < 0.5 * forth["seconds"]
 
 
-@pytest.mark.slow
 @pytest.mark.netns
 @pytest.mark.thorough
 def test_packets_leave_by_the_nic_that_the_topology_says():
@@ -40,7 +39,6 @@ def test_packets_leave_by_the_nic_that_the_topology_says():
     assert [sorted(sent[f"multipath {to}"][:2]) for to in (1, 2, 3)] == [[0, 0], [0, 1], [0, 1]]
 
 
-@pytest.mark.slow
 @pytest.mark.netns
 @pytest.mark.thorough
 def test_ranks_that_fail_are_named_at_once():
@@ -55,7 +53,6 @@ def test_ranks_that_fail_are_named_at_once():
     assert max(killed["seconds"], raised["seconds"]) < 5
 
 
-@pytest.mark.slow
 @pytest.mark.netns
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.thorough

@@ -19,7 +19,6 @@ def shipment(rank, ways):
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 @pytest.mark.netns
 def test_sprayed_rows_are_faster_than_straight_ones_and_keep_to_the_plan():
     results = run("sprayed_rows")

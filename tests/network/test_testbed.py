@@ -36,7 +36,6 @@ def test_a_program_learns(case):
     assert float(program.step(tokens)[0]) != losses[0]
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["exact", GATHERED])
 def test_a_program_replays_counts(name):

@@ -115,7 +115,6 @@ def test_a_failing_planner_gives_its_own_traceback_once(capfd):
     assert printed.count("ZeroDivisionError: no load to divide by") == printed.count("in failing\n") == 1
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize("planner", [failing, loses_a_token])
 def test_a_balancer_after_a_failed_one_gets_a_legal_plan(planner):

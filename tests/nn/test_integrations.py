@@ -74,7 +74,6 @@ def test_a_block_is_replaced_and_keeps_its_parameters():
     assert model.blocks[0].router is router
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize("num_tokens", [3, 25])
 def test_embedding_gradients_of_tokens_that_the_ranks_do_not_divide(num_tokens):

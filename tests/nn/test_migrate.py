@@ -29,7 +29,6 @@ def test_a_codec_with_states_of_whole_experts_is_refused_beside_their_shards(cod
         make_layer(mesh, system, (16, 8, 24), rules=rules)
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_codec_that_remembers_begins_exact_and_catches_up():
     mesh, domains = expert_domains(make_mesh((4,), ("expert",)), {"expert": 2})

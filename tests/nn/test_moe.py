@@ -23,7 +23,6 @@ def test_a_decode_step_needs_no_buffers_of_training():
     assert temporaries[0] < temporaries[1] / 100
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize("num_tokens", [3, 25])
 def test_embedding_gradients_of_any_number_of_tokens(num_tokens):
@@ -43,7 +42,6 @@ def test_embedding_gradients_of_any_number_of_tokens(num_tokens):
     assert_close(outputs, gradient(embedding, layer, dense_layer), 1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_tokens_on_no_mesh_go_through_a_layer_on_an_explicit_one():
     """Inputs without a mesh give outputs replicated over it."""
@@ -52,7 +50,6 @@ def test_tokens_on_no_mesh_go_through_a_layer_on_an_explicit_one():
     np.testing.assert_allclose(*outs, rtol=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_explicit_axes_may_both_split_the_sequence_in_a_scan_with_remat():
     """Two layers with a state carried between steps, against the same layers on Auto axes."""

@@ -49,7 +49,6 @@ def train_step(layer, optimizer, x):
     return loss, y, stats.counts
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_training_goes_on_as_if_nothing_had_moved(mesh):
     """One of two equal layers is relocated between steps.

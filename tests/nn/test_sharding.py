@@ -50,7 +50,6 @@ CASES = {
 """System, axes of size 2, logical axis rules, and sharding of the tokens `[B, T, H]` per case."""
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_experts_that_are_split_equal_whole_ones(case, x64):

@@ -177,7 +177,6 @@ def test_slots_exchange_only_experts_that_the_other_rank_lacks():
     assert len(seen) == 4
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_domains_are_planned_each_for_itself():
     """Tokens from the other domain count, on any rank."""
@@ -196,7 +195,6 @@ def no_custom_calls(monkeypatch):
         monkeypatch.setitem(custom_calls.MODULES, absent, f"jax_moe_lb._absent_{absent}")
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_jitted_and_eager_plans_are_mapped(no_custom_calls):
     counts = np.stack([WORKLOADS[k].counts(k, 2, 256, 8, 2) for k in (1, 2)])

@@ -66,7 +66,6 @@ def test_ultraeps_rates_give_the_sum_of_its_ideal_column():
     assert 1e3 * ideal.step_s / ultraep.QWEN3.layers == pytest.approx(published_ms, rel=0.005)
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_ultraep_gains_throughput_in_the_tables_of_its_paper():
     tables = {table.name: table for table in sim_ultraep.tables(32)}

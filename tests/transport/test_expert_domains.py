@@ -139,7 +139,6 @@ def compile_all():
     print("done")
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_compiled_groups_are_those_of_table_vii():
     code = (
@@ -151,7 +150,6 @@ def test_compiled_groups_are_those_of_table_vii():
     assert done.stdout.endswith("done\n"), done.stderr[-2000:]
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_the_plan_of_hybridep_serves_what_the_gathered_layer_serves():
     """Two executions of one plan: all ranks in one group, or equal offsets in separate groups."""

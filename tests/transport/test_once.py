@@ -68,7 +68,6 @@ SPECIAL = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("dispatch", "router", "num_tokens"), SPECIAL)
 @pytest.mark.thorough
 def test_repeated_and_absent_experts_equal_the_dense_layer(dispatch, router, num_tokens, x64):
@@ -86,7 +85,6 @@ def test_repeated_and_absent_experts_equal_the_dense_layer(dispatch, router, num
             assert stats.rounds.max() > 1
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_exchanges_between_nodes_do_not_wait_for_other_chunks():
     """In the compiled program a hop between nodes depends on no hop inside nodes of another chunk, out and back."""
@@ -134,7 +132,6 @@ def ungrouped(logits, bias, info) -> Routing:
     return replace(routing, experts=jnp.where(is_odd, everywhere[None], routing.experts))
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize("buffers", [Buffers(0.7), Buffers(8.0, 1, 3)])
 def test_buffers_have_room_for_the_nodes_of_the_router(buffers, x64):

@@ -66,7 +66,6 @@ def test_without_replica_slots_the_home_experts_are_the_slots():
     jax.tree.map(np.testing.assert_array_equal, run(experts(), jnp.asarray(placement)), experts())
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_replicas_are_copied_again_in_the_backward_pass():
     """Residuals would take memory in every layer, so the compiler must not merge the two copies."""

@@ -215,7 +215,6 @@ def test_the_plan_is_posted_before_rows_go_home_and_copies_run_beside_products()
     assert moved & graph.needs([back])
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_the_same_where_it_is_lowered_for_a_gpu():
     """Without host callbacks, which can only be lowered for a backend that is present."""
@@ -260,7 +259,6 @@ def test_in_the_backward_pass_copies_are_made_beside_what_stays_at_home():
 # ---- memory -------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_all_layers_of_a_stack_share_the_slots():
     """Four layers with one more slot take one more expert, not one for each layer."""

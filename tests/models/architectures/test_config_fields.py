@@ -288,7 +288,6 @@ def program(config):
     return str(state), lowered.as_text()
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_every_change_of_a_configuration_changes_the_program_or_its_parameters():
     for field, before, after in changes().values():

@@ -242,7 +242,6 @@ def test_layers_repeat_with_the_period_of_their_windows():
     assert period_of("aab") == 3
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_no_array_of_the_reference_has_all_pairs_of_tokens():
     config = PRESETS["reference"]

@@ -67,7 +67,6 @@ def test_a_round_trip_keeps_every_bit(checkpoint, tmp_path):
     assert not any("further" in path for path in by_path(nnx.state(without)))
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize("checkpoint", ["glm4_moe"], indirect=True)
 def test_logits_and_loss_are_those_of_plain_numpy(checkpoint):
@@ -94,7 +93,6 @@ def test_logits_and_loss_are_those_of_plain_numpy(checkpoint):
     assert float(total) == pytest.approx(losses[0] + 0.3 * losses[1], abs=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize("checkpoint", ["deepseek_v3"], indirect=True)
 def test_tuning_moves_what_predicts_further(checkpoint, tmp_path):

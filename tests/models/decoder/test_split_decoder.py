@@ -50,7 +50,6 @@ def flat(state):
     return {path: np.asarray(variable.get_value()) for path, variable in nnx.to_flat_state(state)}
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "granitemoe", "qwen3_next"])
 def test_values_and_gradients_are_those_of_the_decoder(name, tokens):

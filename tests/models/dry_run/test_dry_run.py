@@ -100,7 +100,6 @@ def test_the_ideal_of_a_published_model():
     assert decoder_flops_per_token(config, 4096) == pytest.approx(6 * (products + attention), rel=1e-3)
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_the_ideal_is_what_a_model_without_waste_computes():
     """A single expert makes the router negligible, and a single device has no exchanges."""

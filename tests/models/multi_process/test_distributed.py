@@ -225,7 +225,6 @@ def test_a_process_that_is_killed_is_named_by_all_others(killed):
         assert len(errors.splitlines()) == 2
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_process_that_fails_says_why_to_all_others():
     first, failed, last = end(joined("wait", "fail", "wait"), PROMISED_S)
@@ -236,7 +235,6 @@ def test_a_process_that_fails_says_why_to_all_others():
     assert failed[2].endswith("OSError: no space left\n")
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_different_options_are_refused_by_all(tmp_path):
     for code, output, errors in end(train(folder=tmp_path, of_each=[("--steps", "8"), ("--steps", "9")]), MAX_WAIT_S):
@@ -246,7 +244,6 @@ def test_different_options_are_refused_by_all(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_run_of_two_processes_is_killed_resumed_and_stopped(tmp_path):
     """The default folder is used, of which the first is taken."""

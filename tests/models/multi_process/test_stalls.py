@@ -140,7 +140,6 @@ def test_the_relay_hides_a_closed_connection_and_passes_on_the_rest():
     inner.close()
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_stopped_process_ends_the_run_after_the_timeout(stopped):

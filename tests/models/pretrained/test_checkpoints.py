@@ -97,7 +97,6 @@ def test_tensors_of_several_dtypes_are_aligned_in_a_file(tmp_path):
 LARGE = {"hidden_size": 1024, "intermediate_size": 3072, "num_local_experts": 4, "vocab_size": 3072}
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_loading_and_saving_hold_at_most_two_tensors_besides_the_parameters(tmp_path, monkeypatch):
     """Two processes with two devices each load a checkpoint of 316 MB, and write it back.
@@ -262,7 +261,6 @@ def test_a_folder_with_something_in_it_is_not_written_to(mixtral):
     assert sorted(mixtral.iterdir()) == before
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_generating_from_the_command_line(mixtral, tmp_path):
     trace = tmp_path / "counts.npz"

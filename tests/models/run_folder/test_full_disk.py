@@ -85,7 +85,6 @@ def test_the_checkpoint_before_stays_whole(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_no_room_for_what_is_printed(tmp_path):
     command = [sys.executable, "-m", "tests.models.tiny_training", "--run-dir", str(tmp_path / "run")]

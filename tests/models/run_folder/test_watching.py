@@ -87,7 +87,6 @@ def test_no_checkpoint_is_made_of_what_is_not_finite():
         check_state(3, state, None)
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_run_is_watched_and_ends_with_a_nan(tmp_path, monkeypatch):
     """The loss of step 5 is finite, but its parameters are not, which the routers of step 6 detect."""

@@ -51,7 +51,6 @@ def assert_same(got, want):
         np.testing.assert_allclose(a, b, atol=1e-4, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_microbatches_learn_what_a_batch_does(usual):
     *_, stats = accumulated = trained(dataclasses.replace(SMALL, batch=IN_TWO))
@@ -64,7 +63,6 @@ def test_microbatches_learn_what_a_batch_does(usual):
     np.testing.assert_array_equal(np.asarray(stats.counts).sum((0, 1, 2)), rows)
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_balancers_that_remember_see_each_microbatch():
     state, _, _ = trained(dataclasses.replace(SMALL, parallel=ParallelConfig(1, 2, "eplb"), batch=IN_TWO), steps=1)
@@ -72,7 +70,6 @@ def test_balancers_that_remember_see_each_microbatch():
     assert np.asarray(history.steps).tolist() == [[2]]
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_mesh_of_one_device_learns_the_same(usual):
     """All parameters are split over the devices: a device has an eighth of each matrix and of both Adam moments."""
@@ -83,7 +80,6 @@ def test_a_mesh_of_one_device_learns_the_same(usual):
         assert leaf.size == 8 * leaf.addressable_shards[0].data.size, leaf.shape
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_what_is_computed_again_is_the_same(usual):
     assert_same(trained(dataclasses.replace(SMALL, model=dataclasses.replace(LAYER, remat="full"))), usual)

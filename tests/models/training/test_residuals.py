@@ -25,7 +25,6 @@ class Model(nnx.Module):
         return self.table.attend(y), jax.tree.map(lambda leaf: leaf[None], stats)
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_gradients_of_microbatches_and_the_last_residual_sum_to_the_exact_ones():
     mesh, domains = expert_domains(make_mesh((2,), ("expert",)), {"expert": 2})

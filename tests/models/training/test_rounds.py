@@ -44,7 +44,6 @@ def trained(config):
     return state, losses, counts, again, told
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "config",
@@ -72,7 +71,6 @@ def test_a_run_learns_the_same(config):
         np.testing.assert_allclose(a, b, atol=1e-5, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_step_that_is_not_served_changes_nothing():
     config = limited("eplb", 0.5)
@@ -94,7 +92,6 @@ def test_without_a_limit_there_is_one_program():
     assert programs.step_again is None
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_only_a_lack_of_rounds_is_done_again():
     """A router fault occurs in any program."""

@@ -75,7 +75,6 @@ KINDS = {
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_delta_networks_and_sparse_attention_are_trained(name, checkpoint, monkeypatch):
     """Every parameter moves, besides those of indexers, which have no gradient."""
@@ -92,7 +91,6 @@ def test_delta_networks_and_sparse_attention_are_trained(name, checkpoint, monke
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 2], ids=["all parameters", "adapters"])
 def test_a_run_with_a_pipeline_goes_on_without_one(checkpoint, rank, monkeypatch):
     """With accumulation; the pipeline has two blocks a stage, so that its layers are stored in another order."""
@@ -110,7 +108,6 @@ def test_a_run_with_a_pipeline_goes_on_without_one(checkpoint, rank, monkeypatch
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 def test_adapters_alone_are_trained_and_merged(checkpoint):
     """The saved checkpoint has the validation loss of the last step."""
     options = ["--mesh", "data=2,expert=2", "--steps", 6, *held_out(checkpoint)]
@@ -180,7 +177,6 @@ def test_a_run_is_not_written_into_its_checkpoint(checkpoint):
     assert f"--run-dir is {checkpoint}; expected another path than CONFIG {checkpoint}" in result.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_resumed_run_renders_the_time_of_its_start(checkpoint):
     (checkpoint / "chat_template.jinja").write_text(
@@ -216,7 +212,6 @@ def test_a_bad_checkpoint_touches_nothing(checkpoint, missing, message):
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 def test_two_processes_load_and_write_what_one_does(checkpoint):
     """Experts and widths are split over both: neither process has all of a matrix."""
     options = ["--mesh", "data=2,expert=2", "--steps", 2]
