@@ -62,6 +62,19 @@ def test_no_home_rank_exceeds_its_fan_out():
         assert traffic(plan, counts).fan_out.max() <= max_fan_out
 
 
+def test_replicas_go_where_tokens_start():
+    rng, gained = np.random.default_rng(0), []
+    for _ in range(20):
+        tokens = rng.lognormal(6, 1, 32)
+        starts = [rng.multinomial(int(n), rng.dirichlet(np.full(8, 0.1))) for n in tokens]
+        counts = np.stack(starts, 1).astype(np.int32)
+        far, near = (plan_for(counts, slots=8, eps=0.2, localize=localize) for localize in (False, True))
+        assert traffic(near, counts).replicas == traffic(far, counts).replicas
+        gained.append(int(np.minimum(counts.T, near.quota).sum() - np.minimum(counts.T, far.quota).sum()))
+    assert min(gained) >= 0
+    assert max(gained) > 0
+
+
 def test_replicas_of_another_balancer_are_planned_anew():
     counts = WORKLOADS[1].counts(0, 8, 512, 16, 2)
     chained = plan_for(counts, slots=4, balancer=Chain((Greedy(), Exact())))

@@ -141,14 +141,13 @@ def test_it_needs_about_as_many_replicas_as_the_cpp_planner():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("planner", [_planning.exact, RUN], ids=["native", "jnp"])
-def test_replicas_go_where_tokens_start(planner):
+def test_replicas_go_where_tokens_start():
     rng, gained = np.random.default_rng(0), []
     for _ in range(5):
         tokens = rng.lognormal(6, 1, 64)
         starts = [rng.multinomial(int(n), rng.dirichlet(np.full(8, 0.3))) for n in tokens]
         counts = np.stack(starts, 1).astype(np.int32)
-        far, near = (planner(counts, 12, 8, 0.05, ANY, localize) for localize in (False, True))
+        far, near = (RUN(counts, 12, 8, 0.05, ANY, localize) for localize in (False, True))
         check_plan(Plan(*map(np.asarray, near), domain=8), counts)
         assert replicas(near[0], 64) == replicas(far[0], 64)
         gained.append(int(np.minimum(counts.T, near[1]).sum() - np.minimum(counts.T, far[1]).sum()))
