@@ -20,7 +20,7 @@ PARALLEL = ParallelConfig(2, 2)
 @pytest.mark.slow
 def test_generated_routing_replays_in_training(all_devices):
     """Logits of the replay choose the generated tokens, and counts are those of the rollout, with another router."""
-    config, mesh = decoder_config("glm4_moe", 2), make_mesh(PARALLEL)
+    config, mesh = decoder_config("glm4_moe", 3), make_mesh(PARALLEL)
     model = Decoder(config, mesh=mesh, system=System(), rngs=nnx.Rngs(0))
     prompts = [[3, 1, 4, 1], [5, 9, 2, 6]]
     lines, routing = Generator(model)(prompts, 4, return_routing=True)
@@ -45,7 +45,7 @@ def test_generated_routing_replays_in_training(all_devices):
 @pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_a_training_step_takes_given_experts(accumulate, all_devices):
     """The loads of the step are those of the given experts, microbatch by microbatch."""
-    config = decoder_config("glm4_moe", 2)
+    config = decoder_config("glm4_moe", 3)
     batch = BatchConfig(8, 6, accumulate)
     train = TrainConfig(model=ModelConfig(checkpoint="tiny"), parallel=PARALLEL, batch=batch, steps=2)
     mesh = make_mesh(PARALLEL)
