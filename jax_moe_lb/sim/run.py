@@ -24,7 +24,7 @@ from jax_moe_lb.sim.migration import Migration
 from jax_moe_lb.sim.model import ModelShape, Step
 from jax_moe_lb.sim.network import level_bytes
 from jax_moe_lb.sim.schedule import Scheduler
-from jax_moe_lb.sim.work import LayerWork, experts_of, layer_work, sampled_work, uniform_work
+from jax_moe_lb.sim.work import LayerWork, layer_work, sampled_model, sampled_work, uniform_work
 from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.dispatch import Dispatch
 
@@ -199,6 +199,8 @@ def _works(
     states: States | None,
 ) -> tuple[list[LayerWork], States]:
     """Return the work per layer of the counts, and the states after it."""
+    if states and len(states) != len(counts):
+        raise ValueError(f"states has {len(states)} layers; expected the {len(counts)} of counts")
     before = states or itertools.repeat(None, len(counts))
     found = [
         layer_work(system, model, cluster, layer, migration, state) for layer, state in zip(counts, before, strict=True)
@@ -276,6 +278,9 @@ def mean_report(reports: Sequence[Report]) -> Report:
     Returns:
         A report with the means, the maximum of rounds, and the timeline and states of the last step.
 
+    Raises:
+        ValueError: `reports` is empty.
+
     Examples:
         >>> import numpy as np
         >>> from jax_moe_lb import plain
@@ -286,6 +291,8 @@ def mean_report(reports: Sequence[Report]) -> Report:
         >>> min(r.step_s for r in reports) < mean_report(reports).step_s < max(r.step_s for r in reports)
         True
     """
+    if not reports:
+        raise ValueError("reports is empty; expected at least one report")
 
     def mean(values: Iterable[float]) -> float:
         return float(np.mean(list(values)))
@@ -329,6 +336,9 @@ def simulate_uniform(
     Returns:
         Times, bytes and memory of the step.
 
+    Raises:
+        ValueError: The experts are no multiple of the ranks, the cluster has jitter, or the dispatch has two phases.
+
     Examples:
         >>> from jax_moe_lb.sim import Cluster, Links, Migration, ModelShape
         >>> model = ModelShape(layers=4, hidden=1024, inner=4096, experts=8000, per_token=2, tokens=4096)
@@ -354,12 +364,12 @@ def simulate_sample(
 ) -> Report:
     """Simulate a step on a machine with too many ranks for the planner, from a sample of the ranks."""
     # `sim/work.py` describes the method.
-    part = replace(model, experts=experts_of(model, cluster, sample))
+    part = sampled_model(model, cluster, sample)
     counts = _checked(counts, part, sample)
     works = [sampled_work(system, model, cluster, sample, layer, migration) for layer in counts]
     before = float(np.mean([imbalance(load(plain_plan(layer, sample.topology()))) for layer in counts]))
     layers = [works[at % len(works)] for at in range(model.layers)]
-    found = _report(layers, model, sample, step, before, memory_of(system, model, cluster, migration, step), [])
+    found = _report(layers, part, sample, step, before, memory_of(system, model, cluster, migration, step), [])
     # All members of the machine send as many bytes as those of the sample.
     times = cluster.num_ranks / sample.num_ranks
     stages = {name: replace(stage, bytes=stage.bytes * times) for name, stage in found.stages.items()}

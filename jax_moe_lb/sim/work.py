@@ -492,6 +492,8 @@ def uniform_work(
     # Members of an expert domain hold each other's experts, so a rank serves those of its whole domain.
     held = model.experts // int(np.prod(inside))
     widths, cost = widths_of(model, cluster, dispatch), dispatch.cost()
+    if cost.passes_home:
+        raise ValueError(f"dispatch is {type(dispatch).__name__}; expected one without a second phase, such as Direct")
     hops = cost.even_hops(EvenRouting(model.experts, model.per_token, model.tokens), inside)
     flows = (even_flow(tuple(widths.out * rows for rows in hop), cluster) for hop in hops)
     exchanges = tuple(exchanged(one, inside, cluster, by_level=cost.by_level) for one in flows)
@@ -515,9 +517,10 @@ def sample_of(cluster: Cluster, most_ranks: int = MOST_PLANNED_RANKS) -> Cluster
     return replace(cluster, levels=(replace(outer, size=best), *cluster.levels[1:]))
 
 
-def experts_of(model: ModelShape, cluster: Cluster, sample: Cluster) -> int:
-    """Count the experts at home in a sample: as many per rank as in the whole machine."""
-    return model.experts // cluster.num_ranks * sample.num_ranks
+def sampled_model(model: ModelShape, cluster: Cluster, sample: Cluster) -> ModelShape:
+    """Return the model of a sample: as many home experts per rank as in the whole machine, and the whole router."""
+    experts = model.experts // cluster.num_ranks * sample.num_ranks
+    return replace(model, experts=experts, pre_expert_s=model.before_experts_s(cluster))
 
 
 def sampled_work(
@@ -527,8 +530,7 @@ def sampled_work(
     size = migration.sizes(cluster)[0]
     if size == sample.levels[0].size:
         raise ValueError(f"domain_sizes is {migration.domain_sizes}; expected fewer than the {size} of the sample")
-    part = replace(model, experts=counts.shape[1])
-    planned, _ = layer_work(system, part, sample, counts, migration)
+    planned, _ = layer_work(system, sampled_model(model, cluster, sample), sample, counts, migration)
     whole = shared_work(model, cluster, migration, model.experts, system.dispatch)
     inside = migration.group_sizes(cluster)
     leaves = _leaves(inside[0]) / _leaves(sample.levels[0].size // size)
