@@ -13,7 +13,7 @@ import numpy as np
 
 from jax_moe_lb.advise.choice import Candidate, Choice, with_memory
 from jax_moe_lb.advise.evaluate import Evaluator, Workload, permute_to_homes
-from jax_moe_lb.advise.fit import fits_in_memory, groups_of, needs, with_tokens
+from jax_moe_lb.advise.fit import fits_in_memory, groups_of, needs
 from jax_moe_lb.advise.search import SearchResult, SearchResults, Space, search
 from jax_moe_lb.core.topology import INT32_MAX
 from jax_moe_lb.sim.cluster import Cluster
@@ -59,7 +59,7 @@ def _size(
     judge: Evaluator, cluster: Cluster, tokens: int, tried: Sequence[Choice], workloads: Sequence[Workload]
 ) -> Size:
     model = judge.model
-    here = Evaluator(with_tokens(model, tokens), cluster, judge.step)
+    here = Evaluator(model.with_tokens(tokens), cluster, judge.step)
     loads = [workload.first_layer(cluster.num_ranks, tokens / model.tokens) for workload in workloads]
     fitting = [choice for choice in tried if fits_in_memory(here, choice)]
     times_s = {c: float(np.median([here.glance(c, load) for load in loads])) for c in fitting or tried}
@@ -146,11 +146,11 @@ def advise(
     space: Space,
     shapes: Sequence[Workload],
     workloads: Sequence[Workload],
-    ratio: float | None = None,
+    ratio: float = 1.0,
 ) -> Advice:
     """Search for the fastest choices on some workloads."""
     found, compressed = search(space, judge, shapes, workloads), list[SearchResult]()
-    if ratio is not None and ratio > 1:
+    if ratio > 1:
         others = search(replace(space, ratio=ratio), judge, shapes, workloads)
         compressed = [one for one in others.outcomes if one.choice.ratio > 1]
     best, where = found.outcomes[0], None
@@ -189,7 +189,7 @@ def pays_from(
     before = workload.first_layer().before if keeps_history(candidate.system, model, cluster) else None
     # Iterate from the largest size down, so that the result stays faster at all larger sizes.
     for tokens in reversed(SWEPT_TOKENS):
-        scaled = replace(with_tokens(model, tokens), layers=1)
+        scaled = replace(model.with_tokens(tokens), layers=1)
         # Rounding changes each entry by at most one token, so the skew remains.
         wanted = [np.rint(counts * (tokens / model.tokens)) for _, counts in routed]
         # With very many ranks, the largest sizes exceed the planners' int32 counts.

@@ -134,13 +134,6 @@ def _tokens(judge: Evaluator) -> Iterator[Remedy]:
     """Yield smaller microbatches."""
     tokens = judge.model.tokens // 2
     while tokens >= LEAST_TOKENS:
-        yield Remedy(
-            f"{tokens} tokens per rank: --tokens {tokens}", replace(judge, model=with_tokens(judge.model, tokens))
-        )
+        smaller = replace(judge, model=judge.model.with_tokens(tokens))
+        yield Remedy(f"{tokens} tokens per rank: --tokens {tokens}", smaller)
         tokens //= 2
-
-
-def with_tokens(model: ModelShape, tokens: int) -> ModelShape:
-    """Return a model with other tokens per rank, in proportion to which the seconds before the experts are."""
-    before_s = model.pre_expert_s
-    return replace(model, tokens=tokens, pre_expert_s=before_s and before_s * tokens / model.tokens)

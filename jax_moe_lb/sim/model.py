@@ -74,7 +74,7 @@ class ModelShape:
     gradient_itemsize: Count = 4
     gated: bool = True
     pre_expert_s: NonNegative | None = None
-    sequence: int = 4096
+    sequence: Count = 4096
     other_s: NonNegative = 0.0
     shared_inner: Natural = 0
 
@@ -148,6 +148,15 @@ class ModelShape:
             return num_experts * self.expert_gradient_bytes
         shape = num_experts, self.hidden, self.inner
         return _encoded_bytes(codec.of_gradients, shape, self.gradient_itemsize, self.gated)
+
+    def with_tokens(self, tokens: int) -> "ModelShape":
+        """Return the model with other tokens per rank; `pre_expert_s` changes in proportion.
+
+        Args:
+            tokens: Tokens `T` per rank and microbatch.
+        """
+        before_s = self.pre_expert_s
+        return replace(self, tokens=tokens, pre_expert_s=before_s and before_s * tokens / self.tokens)
 
     def before_experts_s(self, cluster: Cluster) -> float:
         """Compute the seconds of attention and router of one layer in the forward pass, on one rank."""
