@@ -212,6 +212,8 @@ class _Layer:
 
 def _gathered_bytes(model: ModelShape, cluster: Cluster, migration: Migration, step: Step) -> float:
     home, gathered = model.experts // cluster.num_ranks * model.expert_bytes, migration.gathered_bytes(model, cluster)
+    if not gathered:
+        return 0.0
     # Two sets suffice if experts are gathered again, or for inference: one in use, one in transfer.
     held = gathered * (model.layers if step.backward and not migration.gather_again else min(2, model.layers))
     if step.backward:

@@ -19,6 +19,10 @@ def held(system=exact(2), model=MODEL, cluster=CLUSTER, migration=Migration(), s
     return memory_of(system, model, cluster, migration, step)
 
 
+def test_a_codec_without_gathers_holds_no_experts():
+    assert held(migration=Migration(codec=Codec(4.0))) == held()
+
+
 def test_a_loop_over_rounds_carries_its_sums_in_float32():
     loop, once = held(), held(exact(2, Buffers(max_rounds=1)))
     parameters = SLOTS * MODEL.expert_bytes / 2
