@@ -96,8 +96,9 @@ class Timeline:
     @property
     def hidden_s(self) -> float:
         """Seconds of communication that run beside other operations."""
-        busy = sum(span.seconds for span in self.spans if span.is_communication and span.stream != COMPUTE)
-        waits = sum(span.seconds for span in self.compute if span.name.startswith(WAIT))
+        moves = [span for span in self.spans if span.is_communication]
+        busy = sum(span.seconds for span in moves if span.stream != COMPUTE)
+        waits = sum(span.seconds for span in moves if span.stream == COMPUTE and span.name.startswith(WAIT))
         return max(busy - waits, 0.0)
 
     def stages(self) -> dict[str, float]:

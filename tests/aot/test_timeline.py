@@ -57,6 +57,16 @@ def test_an_exchange_beside_work_is_hidden():
     assert large.hidden_s == pytest.approx(small.hidden_s + wait.seconds)
 
 
+def test_a_wait_for_a_planner_leaves_an_exchange_hidden():
+    planner = replace(ONE["planned"], runs_beside=True)
+    join = ScheduledOperation("joined", Kind.JOIN, "plan", stream=Kind.PLANNER.value)
+    work = replace(ONE["shared"], nbytes=10**9)
+    alone, beside = (timeline((ONE["start"], *first, work), TARGET, EVEN) for first in ((), (planner, join)))
+    assert spans(beside, "wait for planned")
+    assert beside.hidden_s == pytest.approx(alone.hidden_s)
+    assert alone.hidden_s > 0
+
+
 def test_the_compute_stream_is_gapless_and_stages_share_the_total():
     found = timeline(ALL, TARGET, EVEN)
     moment = 0.0
