@@ -234,3 +234,12 @@ def pytest_sessionfinish(session):
     if over and os.environ.get("CI"):
         print(f"\nabove {most_s:g} CPU seconds without the marker thorough: {over}")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture
+def unchecked():
+    """Turn off the annotation checks of the tests, which come before those of the package."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)

@@ -14,7 +14,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 import typer
@@ -125,15 +124,6 @@ def valid_arguments(cls):
     given = EXAMPLES.get(cls.__name__, {})
     hints = typing.get_type_hints(cls)
     return {**{name: valid(hints[name]) for name in required if name not in given}, **given}
-
-
-@pytest.fixture
-def unchecked(monkeypatch):
-    """Turn off the annotation checks of the tests, which come before those of the package."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 def complaint(construct, argument, value):

@@ -9,7 +9,7 @@ import numpy as np
 import scipy  # loads scipy.optimize, which takes a second, at its first use
 from jaxtyping import Float, Int, Num
 
-from jax_moe_lb.core.checks import NonNegative, Positive, checked_fields
+from jax_moe_lb.core.checks import Count, NonNegative, Positive, check_value, checked_fields
 
 LEAST_STEADY = 0.01
 """Minimum steady share of the variance, so that a load shape remains."""
@@ -131,7 +131,8 @@ def fitted_drift(trace: Int[np.ndarray, "steps layers R E"], per_token: int) -> 
         The fitted drift, with `rank_std` and `spread`.
 
     Raises:
-        ValueError: The recording has fewer than 8 steps.
+        ValueError: The recording has fewer than 8 steps, another shape or dtype or a negative count, or `per_token`
+            exceeds the experts.
 
     Examples:
         >>> rng = np.random.default_rng(0)
@@ -140,6 +141,14 @@ def fitted_drift(trace: Int[np.ndarray, "steps layers R E"], per_token: int) -> 
         >>> drift.steady > 0.99, 0.5 < drift.spread < 2, drift.rank_std < 0.05
         (True, True, True)
     """
+    if trace.ndim != 4 or not np.issubdtype(trace.dtype, np.integer) or trace.min(initial=0) < 0:
+        raise ValueError(
+            f"trace has shape {trace.shape}, dtype {trace.dtype} and minimum {trace.min(initial=0)}; expected counts "
+            "[steps, layers, R, E], integers of at least 0"
+        )
+    check_value("per_token", per_token, Count)
+    if per_token > trace.shape[3]:
+        raise ValueError(f"per_token is {per_token}; expected at most the {trace.shape[3]} experts")
     if len(trace) < 8:
         raise ValueError(f"the trace has {len(trace)} steps; expected at least 8 to fit a drift to")
     lags = [2**power for power in range((len(trace) // 2).bit_length())]

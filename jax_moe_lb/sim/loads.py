@@ -4,10 +4,12 @@ import math
 from collections.abc import Sequence
 from enum import StrEnum
 from itertools import pairwise
+from typing import Annotated
 
 import numpy as np
 from jaxtyping import Float, Int
 
+from jax_moe_lb.core.checks import Count, Least, Natural, check_value
 from jax_moe_lb.core.topology import home_experts_per_rank
 from jax_moe_lb.sim.drift import Drift
 from jax_moe_lb.sim.limits import check_entries, check_tokens
@@ -71,8 +73,9 @@ def skewed_counts(
         `[layers, R, E]` int32.
 
     Raises:
-        ValueError: The experts are no multiple of the ranks, the imbalance exceeds the maximum for distinct experts per
-            token, the copies of a layer exceed int32, or the counts exceed the size limit.
+        ValueError: A number is out of range, the experts are no multiple of the ranks, the imbalance exceeds the
+            maximum for distinct experts per token, the copies of a layer exceed int32, or the counts exceed the size
+            limit.
 
     Examples:
         >>> from jax_moe_lb.sim import ModelShape, skewed_counts
@@ -128,6 +131,12 @@ def drifting_counts(
         >>> load.shape, bool(near < far / 2)
         ((40, 2, 16), True)
     """
+    check_value("num_ranks", num_ranks, Count)
+    check_value("layers", layers, Count)
+    check_value("seed", seed, Natural)
+    check_value("shape", shape, LoadShape)
+    if imbalance is not None:
+        check_value("imbalance", imbalance, Annotated[float, Least(1.0)])
     home_experts_per_rank(model.experts, num_ranks)
     check_entries(len(times) * layers, num_ranks, model.experts)
     check_tokens(model.tokens, model.per_token, num_ranks)
@@ -168,7 +177,7 @@ def _fitted(
         for high in POWERS:
             found = _imbalance(chances(high, path[-1]), num_ranks)
             most = max(most, found)
-            if found >= imbalance or imbalance <= 1:
+            if found >= imbalance or imbalance == 1:
                 # Fifty bisections reach the precision of float64.
                 for _ in range(50):
                     middle = (low + high) / 2

@@ -25,8 +25,10 @@ from jax_moe_lb.sim import (
     choose_expert_domains,
     drifting_counts,
     fitted_drift,
+    mean_report,
     simulate,
     simulate_uniform,
+    skewed_counts,
 )
 
 GPU, NODE = Links("gpu", 4, 1e9), Links("node", 4, 1e9)
@@ -35,6 +37,9 @@ link = partial(Links, name="gpu", size=2, bytes_per_s=1.0)
 work = partial(Work, token_bytes=1.0, expert_bytes=1.0, pre_expert_s=0.0)
 simulated = partial(simulate, systems.plain(), MODEL, CLUSTER)
 drifting = partial(drifting_counts, MODEL, 8)
+fitted = partial(fitted_drift, per_token=1)
+skewed = partial(skewed_counts, MODEL, num_ranks=4, imbalance=1.5, layers=1)
+TRACE = np.ones((8, 1, 2, 4), np.int32)
 
 REFUSED = {
     "size is 0; expected at least 1": lambda: link(size=0),
@@ -87,11 +92,35 @@ REFUSED = {
     "rank_std is": lambda: Drift(rank_std=-1.0),
     "increasing": lambda: drifting((1, 0), 1, Drift(), 2.0),
     "drift has no spread": lambda: drifting((0, 1), 1, Drift()),
-    "at least 8": lambda: fitted_drift(np.ones((7, 1, 2, 4), np.int32), 1),
+    "at least 8": lambda: fitted(TRACE[:7]),
+    "trace has shape (8, 2, 4)": lambda: fitted(TRACE[:, 0]),
+    "dtype float64": lambda: fitted(TRACE / 2),
+    "minimum -1; expected counts [steps, layers, R, E], integers of at least 0": lambda: fitted(-TRACE),
+    "per_token is 0; expected at least 1": lambda: fitted(TRACE, per_token=0),
+    "per_token is 5; expected at most the 4 experts": lambda: fitted(TRACE, per_token=5),
+    # loads
+    "imbalance is 0.5; expected a finite number, at least 1": lambda: skewed(imbalance=0.5),
+    "imbalance is nan; expected a finite number": lambda: skewed(imbalance=math.nan),
+    "layers is 0; expected at least 1": lambda: skewed(layers=0),
+    "num_ranks is 0; expected at least 1": lambda: skewed(num_ranks=0),
+    "seed is -1; expected at least 0": lambda: skewed(seed=-1),
+    # steps
+    "ModelShape.sequence is -1; expected at least 1": lambda: ModelShape(2, 64, 32, 16, 2, 128, sequence=-1),
+    "reports is empty; expected at least one report": lambda: mean_report([]),
+    "states has 2 layers; expected the 1 of counts": lambda: simulated(np.ones((4, 16), int), states=[[()], [()]]),
+    "dispatch is TwoPhase; expected one without a second phase": lambda: simulate_uniform(
+        MODEL, CLUSTER, dispatch=systems.feplb().dispatch
+    ),
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_cannot_be_is_refused(message):
+def test_what_cannot_be_is_refused(message, unchecked):
     with pytest.raises(ValueError, match=re.escape(message)):
         REFUSED[message]()
+
+
+def test_a_load_shape_in_words_is_refused(unchecked):
+    # The words of one hot expert per rank would otherwise give another shape.
+    with pytest.raises(TypeError, match="shape is 'one hot expert per rank'; expected a value of LoadShape"):
+        skewed(shape="one hot expert per rank")
