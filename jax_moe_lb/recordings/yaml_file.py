@@ -14,8 +14,7 @@ def read_yaml(path: Path, limits: FileLimits = FileLimits()) -> Any:
     text = _text(path, limits)
     try:
         _check_events(text, limits)
-        # Other YAML loaders can run code named in the file.
-        return yaml.safe_load(text)
+        return _Loader(text).get_single_data()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, " if mark else ""
@@ -26,6 +25,21 @@ def read_yaml(path: Path, limits: FileLimits = FileLimits()) -> Any:
         raise ValueError(f"is not valid YAML: {_shortened(error)}") from error
     except Exception as error:  # PyYAML raises many types for dates and tags with invalid values
         raise ValueError(f"is not valid YAML: a value cannot be read, {_shortened(error)}") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """Loader that rejects repeated keys, of which PyYAML keeps the last value."""
+
+    # Other loaders than the safe one can run code named in the file.
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value} is given twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return node
 
 
 def _text(path: Path, limits: FileLimits) -> str:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from jax_moe_lb.core.checks import shown
-from jax_moe_lb.core.device_rates import GpuRates, TpuRates, device_rates
+from jax_moe_lb.core.device_rates import GpuRates, device_rates, rated_devices
 from jax_moe_lb.core.file_limits import FileLimits
 from jax_moe_lb.core.quantities import rate, size, speed, time
 from jax_moe_lb.core.topology import INT32_MAX, LEVEL_NAMES
@@ -44,7 +44,10 @@ TimeField = Annotated[float, BeforeValidator(time)]
 SpeedField = Annotated[float, BeforeValidator(speed)]
 LayersField = Annotated[int, Field(strict=True, ge=1, le=MOST_LAYERS)]
 WidthField = Annotated[int, Field(strict=True, ge=1, le=MOST_WIDTH)]
-RowsField = Annotated[float, Field(ge=0, le=INT32_MAX)]
+# Numbers are strict: otherwise `true` is 1 and a quoted number is accepted.
+NumberField = Annotated[float, Field(strict=True)]
+RowsField = Annotated[float, Field(strict=True, ge=0, le=INT32_MAX)]
+SeedField = Annotated[int, Field(strict=True, ge=0, lt=2**64)]
 
 
 class _Section(BaseModel):
@@ -81,16 +84,16 @@ class GemmSection(_Section):
     rows: tuple[RowsField, ...] | None = Field(default=None, max_length=MOST_POINTS)
     speeds: tuple[SpeedField, ...] | None = Field(default=None, max_length=MOST_POINTS)
     peak: SpeedField | None = None
-    half_rows: RowsField = 0.0
+    half_rows: RowsField | None = None
     launch: TimeField = 0.0
 
     def build(self) -> Gemm:
         """Build the `MeasuredGemm` or the `AnalyticGemm`."""
-        if self.rows is not None and self.speeds is not None and self.peak is None:
+        if self.rows is not None and self.speeds is not None and self.peak is None and self.half_rows is None:
             return MeasuredGemm(self.rows, self.speeds, self.launch)
         if self.peak is not None and self.rows is None and self.speeds is None:
-            return AnalyticGemm(self.peak, self.half_rows, self.launch)
-        raise ValueError("gemm has neither one; expected rows and speeds, or peak and half_rows")
+            return AnalyticGemm(self.peak, self.half_rows or 0.0, self.launch)
+        raise ValueError("gemm has neither one alone; expected rows and speeds, or peak and half_rows")
 
 
 class ClusterSection(_Section):
@@ -111,14 +114,13 @@ class ClusterSection(_Section):
     hbm: RateField | None = None
     joins_weights: bool = False
     communication: Communication = Communication()
-    backward: float = Field(default=3.0, ge=1.0, le=1000.0)
-    jitter: float = 0.0
-    jitter_seed: int = Field(default=0, ge=0, lt=2**64)
+    backward: NumberField = Field(default=3.0, ge=1.0, le=1000.0)
+    jitter: NumberField = 0.0
+    jitter_seed: SeedField = 0
 
     def build(self) -> Cluster:
         """Build the `Cluster`."""
-        rates = None if self.device is None else device_rates(self.device, "cuda")
-        assert not isinstance(rates, TpuRates)
+        rates = None if self.device is None else _gpu_rates(self.device)
         engines, times, share = None, dict[str, float](), 1.0
         if rates is not None:
             engines, share = rates.copy_engines, rates.memory_share
@@ -148,6 +150,15 @@ class ClusterSection(_Section):
         return MeasuredGemm(tuple(map(float, rates.experts)), tuple(rates.experts.values()), GEMM_LAUNCH_S)
 
 
+def _gpu_rates(kind: str) -> GpuRates:
+    gpus = [name for name in rated_devices() if not name.startswith(("v", "tpu"))]
+    if kind not in gpus:
+        raise ValueError(f"device is {shown(kind)}; expected a GPU with rates: {', '.join(gpus)}")
+    rates = device_rates(kind, "cuda")
+    assert isinstance(rates, GpuRates)
+    return rates
+
+
 class ModelSection(_Section):
     """A model; see `ModelShape`."""
 
@@ -175,9 +186,9 @@ class MigrationSection(_Section):
     """Gathers of expert domains; see `Migration`."""
 
     domain_sizes: tuple[CountField, ...] = Field(default=(), max_length=len(LEVEL_NAMES))
-    ratio: float = 1.0
+    ratio: NumberField = 1.0
     base: CodecBase = CodecBase.REMEMBERED
-    gradient_ratio: float | None = None
+    gradient_ratio: NumberField | None = None
     gather_again: bool = False
 
     def build(self) -> Migration:
@@ -222,7 +233,7 @@ class StepSection(_Section):
     backward: bool = True
     recompute: bool = True
     exchange_counts: bool = True
-    optimizer_bytes: float | None = Field(default=None, ge=0.0, le=1000.0)
+    optimizer_bytes: NumberField | None = Field(default=None, ge=0.0, le=1000.0)
     parallel: ParallelSection = ParallelSection()
 
     def build(self) -> Step:
@@ -233,8 +244,8 @@ class StepSection(_Section):
 class RoutingSection(_Section):
     """Parameters of the synthetic counts used without a trace; see `drifting_counts`."""
 
-    imbalance: float = Field(default=1.0, ge=1.0)
-    seed: int = Field(default=0, ge=0, lt=2**64)
+    imbalance: NumberField = Field(default=1.0, ge=1.0)
+    seed: SeedField = 0
     layers: LayersField = 4
     shape: LoadShape = LoadShape.RANKS
     drift: Drift = RECORDED
@@ -243,7 +254,7 @@ class RoutingSection(_Section):
 class SimulationConfig(_Section):
     """Contents of a whole file."""
 
-    version: int
+    version: Annotated[int, Field(strict=True)]
     cluster: ClusterSection | None = None
     model: ModelSection | None = None
     system: str = "plain"

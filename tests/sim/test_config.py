@@ -97,7 +97,16 @@ BAD = [
     (CLUSTER, {"device": "h100", "levels": [{"name": "dc", "size": 2}]}, "level dc has no rate; expected one"),
     (CLUSTER, {"device": "b200", "gemm": None}, "gemm is missing; expected one, or"),
     (CLUSTER, {"gemm": {"rows": [1]}}, "gemm has neither one"),
-    (CLUSTER, {"device": "v100"}, "device is 'v100'; expected one with rates: a100, "),
+    (
+        CLUSTER,
+        {"gemm": {"rows": [1], "speeds": ["1 TFLOP/s"], "half_rows": 2}},
+        "gemm has neither one alone; expected rows and speeds, or peak and half_rows",
+    ),
+    (CLUSTER, {"jitter": True}, "cluster.jitter is True"),
+    ((), {"routing": {"seed": True}}, "routing.seed is True"),
+    ((), {"routing": {"imbalance": "2"}}, "routing.imbalance is '2'"),
+    (CLUSTER, {"device": "v100"}, "device is 'v100'; expected a GPU with rates: a100, "),
+    (CLUSTER, {"device": "v5e"}, "device is 'v5e'; expected a GPU with rates: a100, "),
     (CLUSTER, {"communication": {"collectives": "rings"}}, "communication.collectives is 'rings'"),
     (MODEL, {"layers": 0}, "model.layers is 0"),
     (MODEL, {"per_token": 17}, "per_token is 17; expected at most the 16 experts"),
@@ -134,6 +143,12 @@ def test_a_preset_that_does_not_exist_lists_near_ones():
         match=r"CONFIG is 'h100_nod', no preset .*; near ones are h100_node, h100_16_nodes, h200_16_nodes, presets",
     ):
         load_config("CONFIG", "h100_nod")
+
+
+def test_a_key_given_twice_is_refused(tmp_path):
+    (tmp_path / "x.yaml").write_text("version: 1\nrouting: {imbalance: 2.0, seed: 1, seed: 2}\n")
+    with pytest.raises(ValueError, match=r"x.yaml is not valid YAML: line 2, the key seed is given twice$"):
+        load_config("CONFIG", str(tmp_path / "x.yaml"))
 
 
 @pytest.mark.parametrize("content", [b"", b"- 1", b"version: [", b"\xff\xfe"])
