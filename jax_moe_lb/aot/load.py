@@ -353,8 +353,8 @@ def counts_of(load: str, sizes: LayerSizes, num_ranks: int, seed: int = 0) -> Co
     if found := re.fullmatch(r"zipf:(\d{1,3}(?:\.\d{1,6})?)", load, re.ASCII):
         return zipf_counts(sizes, num_ranks, float(found[1]), seed)
     if load.endswith((".npy", ".npz")):
-        return read_counts(Path(load))[0]
-    raise ValueError(f"--load is {shown(load)}; expected {EXPECTED_LOAD}")
+        return read_counts(Path(load), argument="load")[0]
+    raise ValueError(f"load is {shown(load)}; expected {EXPECTED_LOAD}")
 
 
 def zipf_counts(sizes: LayerSizes, num_ranks: int, exponent: float, seed: int = 0) -> Counts:

@@ -226,7 +226,7 @@ class Target:
         domains = self.num_domains
         inside = self.num_devices // domains
         levels = (Level("node", domains), Level("gpu", inside)) if domains > 1 else (Level("gpu", inside),)
-        device_kind = TPUS[self.kind].descriptions[0] if self.kind in TPUS else GPUS[self.kind].description
+        device_kind = next((name for name, kind in KINDS.items() if kind == self.kind), None)
         return Topology(levels, inside, rails_per_node=inside, platform=self.platform, device_kind=device_kind)
 
     def require_compiler(self) -> None:

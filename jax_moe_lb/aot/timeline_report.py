@@ -1,6 +1,7 @@
 """Timelines as tables and as trace files, and the difference of two timelines."""
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from rich.table import Table
 from jax_moe_lb.aot.report import console_of, table_of
 from jax_moe_lb.aot.timeline import WAIT, Span, Timeline
 from jax_moe_lb.core.checks import shown
+from jax_moe_lb.core.file_limits import LimitError, open_regular
 from jax_moe_lb.recordings.trace_events import complete_event, name_event, trace
 
 MOST_KERNELS = 16
@@ -85,15 +87,22 @@ def read_timeline(path: Path) -> dict[str, Any]:
     """Read the sums of a file of `write_timeline`."""
     expected = "expected a file of --timeline"
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise ValueError(f"--against is {path}; {expected} of at most {MOST_BYTES} bytes")
-        found = json.loads(path.read_bytes())["otherData"]
+        # Opening a pipe would wait for a writer.
+        with open_regular(path) as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise LimitError(f"more than {MOST_BYTES} bytes")
+        found = json.loads(content)["otherData"]
         sums = [found["total_s"], found["exposed_s"], *found["stages"].values(), *found["kernels"].values()]
-        if not all(isinstance(one, int | float) for one in sums) or not isinstance(found["title"], str):
+        if not all(type(one) in (int, float) and math.isfinite(one) for one in sums):
+            raise TypeError
+        if not isinstance(found["title"], str):
             raise TypeError
     except OSError as error:
         raise ValueError(f"--against is {path}: {error.strerror or error}; {expected}") from error
-    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except LimitError as error:
+        raise ValueError(f"--against is {path}: {error}; {expected}") from error
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"--against is {shown(str(path))}, no timeline; {expected}") from error
     return found
 

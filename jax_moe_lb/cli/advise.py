@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +27,7 @@ from jax_moe_lb.cli.output import (
     note,
     one_line_errors,
     parse_limits,
+    parse_number,
     print_json,
     print_table,
     print_text,
@@ -37,6 +38,7 @@ from jax_moe_lb.cli.simulate import (
     TokensOption,
     TraceFile,
     as_recorded,
+    check_recorded,
     cluster_of,
     imbalance_of,
     model_of,
@@ -45,6 +47,7 @@ from jax_moe_lb.cli.simulate import (
     slots_of,
     time_unit,
 )
+from jax_moe_lb.core.checks import Least
 from jax_moe_lb.core.custom_calls import has_planning_module
 from jax_moe_lb.core.plan_file import whole_file
 from jax_moe_lb.layer.systems import exact
@@ -54,7 +57,7 @@ from jax_moe_lb.sim.config import SimulationConfig, load_config, preset_names
 from jax_moe_lb.sim.limits import MOST_PLANNED_RANKS, forecast
 from jax_moe_lb.sim.loads import LoadShape
 from jax_moe_lb.sim.model import ModelShape
-from jax_moe_lb.sim.work import experts_of, sample_of
+from jax_moe_lb.sim.work import sample_of, sampled_model
 from jax_moe_lb.transport.rule import dispatch_by_rule
 
 SHOWN = 3
@@ -374,11 +377,11 @@ def advise(
         typer.Option("--replica-slots", metavar="N", help="Most replica slots per rank.", show_default=str(max(SLOTS))),
     ] = None,
     ratio: Annotated[
-        float,
+        str,
         typer.Option(
             "--ratio", metavar="X", help="Compression ratio of gathered experts, tried beside no compression."
         ),
-    ] = 1.0,
+    ] = "1.0",
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="LAYER.py", help="Output file of the recommended program."),
@@ -392,9 +395,10 @@ def advise(
     The search covers systems, their options and their compositions. The baseline is plain expert parallelism.
     """
     with one_line_errors(imbalance=imbalance, tokens=tokens):
-        limits = parse_limits(file_limits)
+        limits, compression = parse_limits(file_limits), parse_number("--ratio", ratio, Least(1.0))
         of_model = load_config("MODEL", model, "model", limits=limits)
         of_cluster = load_config("CLUSTER", cluster, "cluster", limits=limits)
+        check_recorded(trace, imbalance=imbalance, tokens=tokens)
         shape, whole = model_of(of_model, tokens), cluster_of(of_cluster)
         machine, step = expert_group(shape, whole, of_cluster.step.build())
         slots = slots_of(replica_slots, None, shape, machine)
@@ -409,10 +413,11 @@ def advise(
             sample = sample_of(machine) if machine.num_ranks > MOST_PLANNED_RANKS else None
             workloads = _drawn(of_cluster, shape, machine, sample, imbalance)
             shapes = [workload for workload in workloads if workload.name.endswith(", draw 1")] or workloads
+        # A sample has fewer experts to replicate.
+        num_experts = sampled_model(shape, machine, sample or machine).experts
         space = Space(
             sample or machine,
-            # A sample has fewer experts to replicate.
-            min(most_slots, experts_of(shape, machine, sample or machine) - shape.experts // machine.num_ranks),
+            min(most_slots, num_experts - shape.experts // machine.num_ranks),
             planned=workloads[0].counts is not None,
             with_exact=has_planning_module(),
             with_relocation=all(workload.earlier is not None for workload in workloads),
@@ -431,7 +436,7 @@ def advise(
         _note_forecast(workloads, shapes)
         with working("searching") as tell:
             judge.tell = tell
-            answer = find(judge, space, shapes, workloads, ratio)
+            answer = find(judge, space, shapes, workloads, compression)
         _write_program(out, answer, judge)
         if as_json:
             print_json(advice_json(answer, judge, workloads))
@@ -454,7 +459,7 @@ def _drawn(
     if sample is None and cluster.num_ranks > MOST_PLANNED_RANKS:
         return [UNIFORM]
     if sample is not None:
-        model, cluster = replace(model, experts=experts_of(model, cluster, sample)), sample
+        model, cluster = sampled_model(model, cluster, sample), sample
     layers = min(config.routing.layers, model.layers)
     drift, seed = config.routing.drift, config.routing.seed
     return drawn_workloads(model, cluster.num_ranks, wanted, layers, list(LoadShape), DRAWS, seed, drift)

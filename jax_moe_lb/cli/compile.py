@@ -82,7 +82,7 @@ def system_of(
         replica_slots = None
     given = {"replica_slots": replica_slots, "headroom": headroom, "max_rounds": max_rounds}
     for option, value in given.items():
-        if value is not None and options.setdefault(option, value) is not value:
+        if value is not None and options.setdefault(option, value) != value:
             raise ValueError(f"{option} is {value}; expected none, as --system {text} gives it")
     return make_system(name, options)
 
@@ -152,7 +152,8 @@ def compile_command(
     The report has the memory, FLOPs, traffic and waits per device. The compiler of the machine is required: run
     pip install '.[cuda]' or pip install '.[tpu]' in a checkout.
     """
-    with one_line_errors(system=system, replica_slots=replica_slots, headroom=headroom, max_rounds=max_rounds):
+    given = {"system": system, "replica_slots": replica_slots, "headroom": headroom, "max_rounds": max_rounds}
+    with one_line_errors(load=load, **given):
         machine, layer = Target.parse(target), LayerSizes.parse(",".join(sizes)) if sizes else LayerSizes()
         chosen = system_of(
             system,
@@ -163,6 +164,8 @@ def compile_command(
         chosen = chosen.replace(saved=_saved(saved)) if saved else chosen
         for_xla = _options(options)
         other = None if against is None else read_timeline(against)
+        if load != DEFAULT_LOAD and timeline is None and other is None:
+            raise ValueError(f"load is {shown(load)}; expected {DEFAULT_LOAD} without --timeline and --against")
         planned = planned_load(machine, layer, chosen, load, timeline) if timeline or other else None
         machine.require_compiler()
         with nullcontext() if logs else quiet_stderr():
@@ -183,7 +186,8 @@ def _show(
     """Print the report, or the timeline and its difference to another one."""
     if as_json:
         sums = {} if found is None else {"timeline": summary(found, title)}
-        print_json({"title": title, **report.to_json(), **sums})
+        others = {} if other is None else {"against": other}
+        print_json({"title": title, **report.to_json(), **sums, **others})
     elif found is None:
         print_report(report, title)
     else:
@@ -216,7 +220,10 @@ def _options(given: list[str] | None) -> dict[str, str | bool]:
         if not name or not equals:
             raise ValueError(f"--xla is {shown(name)}; expected NAME=VALUE, such as xla_gpu_autotune_level=0")
     booleans: dict[str, str | bool] = {"true": True, "false": False}
-    return {name.removeprefix("--"): booleans.get(value.lower(), value) for name, _, value in pairs}
+    options = {name.removeprefix("--"): booleans.get(value.lower(), value) for name, _, value in pairs}
+    if len(options) < len(pairs):
+        raise ValueError(f"--xla is {shown(', '.join(given or []))}; expected every option once")
+    return options
 
 
 def tune_command(
@@ -236,7 +243,7 @@ def tune_command(
     It compiles about ten forms of the layer with gradients, each in 10 to 30 seconds, and estimates their times. The
     forms differ in dispatch, chunks, saved arrays and the scheduler of the compiler.
     """
-    with one_line_errors(layers=layers, memory=memory):
+    with one_line_errors(layers=layers, memory=memory, load=load):
         machine, shape = Target.parse(target), LayerSizes.parse(",".join(sizes)) if sizes else LayerSizes()
         chosen, number = system_of(system), parse_integer("--layers", layers)
         limit = None if memory is None else _bytes(memory)

@@ -74,12 +74,10 @@ def drift(
 
     The output has the key `routing: drift` of a configuration file and the autocorrelation of recording and fit.
     """
-    with one_line_errors():
+    with one_line_errors(per_token=per_token):
         counts = read_trace(trace_file, parse_limits(file_limits)).counts
         choices = parse_integer("--per-token", per_token, INT32_MAX) or 1
         counts = counts[parse_integer("--skip", skip, INT32_MAX) or 0 :]
-        if choices > counts.shape[3]:
-            raise ValueError(f"--per-token is {choices}; expected at most the {counts.shape[3]} experts")
         found = fitted_drift(counts, choices)
         lags = [lag for lag in LAGS if lag <= len(counts) // 2]
         recorded, fit = moments(counts, choices, lags).correlations, [found.correlation(lag) for lag in lags]
@@ -87,7 +85,10 @@ def drift(
             print_json({**asdict(found), "lags": lags, "recorded": list(recorded), "fit": fit})
             return
         steps, layers, ranks, experts = counts.shape
-        values = ", ".join(f"{name}: {value:.3g}" for name, value in asdict(found).items())
+        rounded = {name: float(f"{value:.3g}") for name, value in asdict(found).items()}
+        # Shares of different sizes, rounded apart, may exceed 1.
+        rounded["drifting"] = min(rounded["drifting"], 1 - rounded["steady"])
+        values = ", ".join(f"{name}: {value:.4g}" for name, value in rounded.items())
         print_text(f"# {trace_file}: {steps} steps, {layers} layers, {ranks} ranks, {experts} experts")
         print_text(f"routing: {{drift: {{{values}}}}}")
         print_text("# autocorrelation of log popularity over experts")

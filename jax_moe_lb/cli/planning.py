@@ -48,7 +48,10 @@ def _one(text: str) -> Balancer:
     name, _, options = text.partition(":")
     if (found := _classes().get(name)) is None:
         raise ValueError(f"--balancer is {shown(name)}; expected one of {', '.join(balancer_names())}")
-    given = dict(_option(found, name, pair) for pair in options.split(",") if options)
+    pairs = [_option(found, name, pair) for pair in options.split(",") if options]
+    given = dict(pairs)
+    if len(given) < len(pairs):
+        raise ValueError(f"--balancer {name} is {shown(text)}; expected every option once")
     try:
         return found(**given)
     except TypeError as error:

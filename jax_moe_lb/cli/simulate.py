@@ -73,7 +73,7 @@ def model_of(config: SimulationConfig, tokens: str | None) -> ModelShape:
     assert config.model is not None
     model = config.model.build()
     wanted = parse_integer("--tokens", tokens, INT32_MAX)
-    return model if wanted is None else replace(model, tokens=wanted)
+    return model if wanted is None else model.with_tokens(wanted)
 
 
 def cluster_of(config: SimulationConfig) -> Cluster:
@@ -108,7 +108,14 @@ def as_recorded(model: ModelShape, counts: CountsOption) -> ModelShape:
     """Return the model with the maximum tokens of a rank in a trace."""
     tokens = -(-int(counts.sum(3).max()) // model.per_token)
     # A trace may have no tokens, but a model has at least one.
-    return replace(model, tokens=max(tokens, 1))
+    return model.with_tokens(max(tokens, 1))
+
+
+def check_recorded(trace: Path | None, **options: str | None) -> None:
+    """Check that no option of synthetic counts is given beside recorded ones."""
+    for name, text in options.items():
+        if trace is not None and text is not None:
+            raise ValueError(f"{name} is {shown(text)}; expected none beside --trace, whose counts decide it")
 
 
 def imbalance_of(config: SimulationConfig, text: str | None) -> float:
@@ -220,6 +227,7 @@ def simulate(
     with one_line_errors(imbalance=imbalance, tokens=tokens, **given):
         limits = parse_limits(file_limits)
         read = load_config("CONFIG", config, "cluster", "model", limits=limits)
+        check_recorded(trace, imbalance=imbalance, tokens=tokens)
         cluster, model = cluster_of(read), model_of(read, tokens)
         if trace is None:
             counts = synthetic_counts(read, model, cluster, imbalance)
@@ -348,6 +356,9 @@ def _write(report: Report, timeline: Path | None, png: Path | None, title: str) 
                 write_trace(part, report.timeline)
         if png is not None:
             with naming("--png", png), whole_file(png) as part:
-                write_png(part, report.timeline, title)
+                try:
+                    write_png(part, report.timeline, title)
+                except ValueError as error:
+                    raise ValueError(f"--png is {png}: {error}; expected a .png file") from error
     except ImportError as error:
         raise ValueError("--png requires matplotlib; run pip install matplotlib") from error

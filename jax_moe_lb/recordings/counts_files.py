@@ -37,12 +37,14 @@ class Trace(NamedTuple):
     counts: Int[np.ndarray, "steps layers R E"]  # the token copies by source rank and expert
 
 
-def read_counts(path: Path, limits: FileLimits = FileLimits()) -> Int[np.ndarray, "layers R E"]:
+def read_counts(
+    path: Path, limits: FileLimits = FileLimits(), argument: str = "COUNTS"
+) -> Int[np.ndarray, "layers R E"]:
     """Read the counts of one step, `[R, E]` or `[layers, R, E]`."""
-    counts = _load("COUNTS", path, limits)["counts"]
+    counts = _load(argument, path, limits)["counts"]
     if counts.ndim not in (2, 3):
-        raise ValueError(f"COUNTS {path}: counts has shape {counts.shape}; expected [R, E] or [layers, R, E]")
-    return checked("COUNTS", path, counts.reshape(-1, *counts.shape[-2:]) if counts.size else counts, limits)
+        raise ValueError(f"{argument} {path}: counts has shape {counts.shape}; expected [R, E] or [layers, R, E]")
+    return checked(argument, path, counts.reshape(-1, *counts.shape[-2:]) if counts.size else counts, limits)
 
 
 def read_trace(path: Path, limits: FileLimits = FileLimits()) -> Trace:

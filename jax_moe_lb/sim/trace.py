@@ -66,7 +66,8 @@ def write_png(path: Path, timeline: Timeline, title: str, layers: int = 2) -> No
         axes.set_xlabel("ms")
     bars: list[Any] = [figure.axes[0].barh(0, 0, color=f"C{number}") for number in range(len(stages))]
     figure.legend(bars, stages, loc="outside lower center", ncols=len(stages))
-    figure.suptitle(f"{title}: layers 0 to {layers - 1} on rank {rank}, forward and backward")
+    last = max(task.layer for task in tasks)
+    figure.suptitle(f"{title}: layers 0 to {last} on rank {rank}, forward and backward")
     with path.open("wb") as file:
         # Write to an open file, because matplotlib appends a suffix to a path without one.
         figure.savefig(file, dpi=120, format=path.suffix.removeprefix(".") or "png")

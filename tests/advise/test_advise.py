@@ -25,7 +25,7 @@ def drawn(imbalance, draws=1):
     return drawn_workloads(MODEL, 4, imbalance, 1, [LoadShape.RANKS], draws, 0)
 
 
-def advice(cluster, loads, step=Step(), ratio=None, planned=True):
+def advice(cluster, loads, step=Step(), ratio=1.0, planned=True):
     judge = Evaluator(MODEL, cluster, step)
     # Greedy represents systems with a planner: a small space, as every choice is simulated with runtime type checks.
     space = Space(cluster, 1, planned, with_exact=False, with_relocation=False)

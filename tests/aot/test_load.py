@@ -41,8 +41,13 @@ def test_a_load_from_a_file(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "zipf", "zipf:", "zipf:-1", "zipf:1e9", "zipf:nan", "Uniform", "x" * 10**6])
 def test_other_texts_are_refused(text):
-    with pytest.raises(ValueError, match=r"^--load is .*; expected uniform, zipf:EXPONENT such as zipf:1.0, or a file"):
+    with pytest.raises(ValueError, match=r"^load is .*; expected uniform, zipf:EXPONENT such as zipf:1.0, or a file"):
         counts_of(text, SIZES, 8)
+
+
+def test_a_missing_file_names_the_load(tmp_path):
+    with pytest.raises(ValueError, match=r"^load is .*none.npy: No such file or directory; expected a .npy or .npz"):
+        counts_of(str(tmp_path / "none.npy"), SIZES, 8)
 
 
 @pytest.mark.parametrize("counts", [np.ones((8, 8), np.int32), np.full((8, 16), 33, np.int32)])

@@ -59,6 +59,11 @@ def test_good_targets(text):
     assert target.topology().num_ranks == target.num_devices
 
 
+def test_a_tpu_of_which_the_compiler_alone_knows_has_a_topology():
+    topology = Target.parse("v4:2x2").topology()
+    assert (topology.num_ranks, topology.device_kind) == (4, None)
+
+
 @pytest.mark.parametrize("text", BAD)
 def test_bad_targets_are_refused_with_what_was_expected(text):
     with pytest.raises(

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 
 import pytest
 from rich.console import Console
@@ -73,6 +74,21 @@ def test_other_files_are_refused(text, tmp_path):
     path.write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=r"^--against is .*, no timeline; expected a file of --timeline$"):
         read_timeline(path)
+
+
+@pytest.mark.parametrize("number", ["NaN", "true", "9" * 5000])
+def test_sums_that_are_no_numbers_are_refused(number, step):
+    found = json.loads(step.read_text())
+    found["otherData"]["total_s"] = "number"
+    step.write_text(json.dumps(found).replace('"number"', number))
+    with pytest.raises(ValueError, match=r"^--against is .*, no timeline; expected a file of --timeline$"):
+        read_timeline(step)
+
+
+def test_a_pipe_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match=r"^--against is .*: not a regular file; expected"):
+        read_timeline(tmp_path / "pipe")
 
 
 def test_a_missing_file_is_refused(tmp_path):

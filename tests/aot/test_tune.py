@@ -155,7 +155,7 @@ def test_the_printed_form_is_code(layer, compiled, capsys):
     [
         ({"layers": 0}, "layers is 0; expected"),
         ({"memory_bytes": 0}, "memory_bytes is 0; expected"),
-        ({"load": "zipf"}, "--load is 'zipf'"),
+        ({"load": "zipf"}, "load is 'zipf'"),
     ],
 )
 def test_wrong_arguments_are_refused(layer, compiled, options, message):

@@ -27,11 +27,14 @@ BAD_OPTIONS = [
     (("--headroom", "nan"), "--headroom is 'nan'; expected a number above 0"),
     (("--max-rounds", "0"), "--max-rounds is '0'; expected an integer, at least 1"),
     (("--timeline", "t", "--load", "zipf"), "--load is 'zipf'; expected uniform"),
+    (("--timeline", "t", "--load", "none.npy"), "--load is none.npy: No such file"),
+    (("--load", "uniform"), "--load is 'uniform'; expected zipf:1.0 without --timeline"),
     (("--against", "gone.json"), "--against is gone.json: No such file"),
     (("--timeline", "gone/t.json"), "--timeline is gone/t.json; expected a file in"),
     (("--saved", "row"), "--saved is 'row'; expected one of replicas, rows, hidden"),
     (("--system", "feplb", "--saved", "rows"), "expected Saved() for TwoPhase"),
     (("--xla", "fast"), "--xla is 'fast'; expected NAME=VALUE"),
+    (("--xla", "a=1", "--xla", "--a=2"), "--xla is 'a=1, --a=2'; expected every option once"),
 ]
 BAD += [(("--target", "h100:1x8", *argv), expected) for argv, expected in BAD_OPTIONS]
 

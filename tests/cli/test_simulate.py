@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -66,6 +67,15 @@ def test_simulate_takes_recorded_counts(capsys, config, tmp_path):
     twice = json.loads(output(capsys, *argv[:5], tmp_path / "counts.npy", "--json"))
     assert twice["stages"]["dispatch"]["bytes"] == 2 * found["stages"]["dispatch"]["bytes"]
     assert twice["rounds"] == 4
+
+
+def test_compute_before_the_experts_grows_with_the_tokens(capsys, config):
+    data = yaml.safe_load(CONFIG)
+    data["model"]["pre_expert"] = "1 ms"
+    Path(config).write_text(yaml.safe_dump(data))
+    argv = ("simulate", config, "--system", "plain", "--json")
+    once, twice = (json.loads(output(capsys, *argv, "--tokens", str(tokens))) for tokens in (512, 1024))
+    assert twice["stages"]["attention"]["busy_s"] == pytest.approx(2 * once["stages"]["attention"]["busy_s"])
 
 
 @pytest.mark.slow
@@ -225,6 +235,9 @@ REFUSED = [
     (("--system", "hybridep", "--domain-sizes", "3,1"), "--domain-sizes is (3, 1)"),
     (("--imbalance", "0.5"), "--imbalance is '0.5'; expected a number, at least 1"),
     (("--imbalance", "99"), "--imbalance is 99.0; expected at most"),
+    (("--trace", "none.npy", "--imbalance", "2"), "--imbalance is '2'; expected none beside --trace"),
+    (("--trace", "none.npy", "--tokens", "9"), "--tokens is '9'; expected none beside --trace"),
+    (("--png", "x.docx"), "--png is x.docx: Format 'docx' is not supported"),
     (("--trace", "none.npy"), "--trace is none.npy: No such file"),
     (("--timeline", "no/such/t.json"), "--timeline is no/such/t.json: No such file or directory"),
 ]
@@ -250,6 +263,10 @@ FILES = {
     ("advise", "config.yaml", "config.yaml", "--trace", "flat.npy"): "counts has shape (4,)",
     ("advise", "config.yaml", "config.yaml", "--replica-slots", "7"): (
         "--replica-slots is 7; expected at most 6, the experts without a home on the rank"
+    ),
+    ("advise", "config.yaml", "config.yaml", "--ratio", "0.5"): "--ratio is '0.5'; expected a number, at least 1",
+    ("advise", "config.yaml", "config.yaml", "--trace", "flat.npy", "--tokens", "9"): (
+        "--tokens is '9'; expected none beside --trace"
     ),
     ("advise", "zz", "config.yaml"): "MODEL is 'zz'",
     (

@@ -80,3 +80,12 @@ def test_the_command_prints_what_a_file_reads(tmp_path, capsys):
     assert found.rank_std == pytest.approx(expected.rank_std, rel=0.01)
     assert main(["drift", str(tmp_path / "trace.npy"), "--per-token", "65"]) == 2
     assert "--per-token is 65; expected at most the 64 experts" in capsys.readouterr().err
+
+
+def test_rounded_shares_are_at_most_one(tmp_path, capsys, monkeypatch):
+    found = Drift(steady=0.0554, drifting=0.9446, spread=1.0)
+    monkeypatch.setattr("jax_moe_lb.cli.convert.fitted_drift", lambda *_: found)
+    np.save(tmp_path / "trace.npy", np.ones((8, 1, 2, 4), int))
+    assert main(["drift", str(tmp_path / "trace.npy"), "--per-token", "2"]) == 0
+    (tmp_path / "file.yaml").write_text("version: 1\n" + capsys.readouterr().out)
+    assert load_config("FILE", str(tmp_path / "file.yaml")).routing.drift == found
