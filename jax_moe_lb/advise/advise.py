@@ -174,6 +174,7 @@ def chosen_migration(model: ModelShape, cluster: Cluster, codec: Codec, step: St
         pre_expert_s=pre_expert_s,
         gradient_bytes=float(model.encoded_gradient_bytes(codec, home)) if step.backward else 0.0,
         backward_s=2 * pre_expert_s,
+        backward_exchanges=3 if step.recompute else 2,
     )
     sizes = choose_expert_domains(work, cluster.topology()).domain_sizes
     return with_memory(Migration(sizes, codec), model, cluster, step)

@@ -184,7 +184,7 @@ class Evaluator:
         """Compute a lower bound of a layer's seconds on any workload: its operations at the peak, and its gathers."""
         one, step, model = self.candidate(choice), self.step, self.model
         before_s = model.before_experts_s(self.cluster) * (3 if step.backward else 1)
-        passes = 1 + (3 if step.recompute else 2) * step.backward
+        passes = 1 + (self.cluster.backward_factor - (not step.recompute)) * step.backward
         experts_s = passes * model.tokens * model.per_token * model.row_flops / self.cluster.gemm.peak_flops_per_s
         work = shared_work(model, self.cluster, one.migration, model.experts, one.system.dispatch)
         flows = [*work.gather, *(work.gather * (step.backward and work.gather_again))]

@@ -5,13 +5,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jax_moe_lb.advise.advise import SWEPT_TOKENS, UNIFORM, WORTH_IT, Advice, Candidate, advise, pays_from
+from jax_moe_lb.advise.advise import (
+    SWEPT_TOKENS,
+    UNIFORM,
+    WORTH_IT,
+    Advice,
+    Candidate,
+    advise,
+    chosen_migration,
+    pays_from,
+)
 from jax_moe_lb.advise.choice import Choice
 from jax_moe_lb.advise.evaluate import Evaluator, Workload, drawn_workloads, permute_to_homes
 from jax_moe_lb.advise.search import SearchResult, SearchResults, Space, judged
 from jax_moe_lb.layer import systems
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, ModelShape, Step
 from jax_moe_lb.sim.loads import LoadShape
+from jax_moe_lb.transport import Codec
 
 PLAIN, GREEDY = Candidate("plain", systems.plain()), Candidate("greedy", systems.greedy())
 MODEL = ModelShape(2, 256, 512, 8, 2, 4096)
@@ -30,6 +40,14 @@ def advice(cluster, loads, step=Step(), ratio=1.0, planned=True):
     # Greedy represents systems with a planner: a small space, as every choice is simulated with runtime type checks.
     space = Space(cluster, 1, planned, with_exact=False, with_relocation=False)
     return judge, advise(judge, space, loads[:1], loads, ratio)
+
+
+@pytest.mark.parametrize(("recompute", "sizes"), [(True, (2,)), (False, (1,))])
+def test_expert_domains_save_the_exchanges_of_a_backward_pass(recompute, sizes):
+    # Experts and gradients take 2.25 times the bytes of one exchange of all copies, half of which leave a rank.
+    model = ModelShape(1, 64, 6, 2, 1, 16, gradient_itemsize=2, pre_expert_s=0.0)
+    cluster = Cluster((Links("gpu", 2, 1e9),))
+    assert chosen_migration(model, cluster, Codec(), Step(recompute=recompute)).domain_sizes == sizes
 
 
 @pytest.mark.thorough

@@ -94,6 +94,15 @@ def test_a_choice_of_several_rounds_is_tried_with_more_room():
     assert min(of_plain, key=of_plain.__getitem__).headroom == 1.25
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_floor_takes_the_backward_pass_of_the_cluster(recompute):
+    """A measured backward pass may take less than the operations say."""
+    gemm = AnalyticGemm(1e9, 0.0, 0.0)
+    load = drawn_workloads(MODEL, 4, 1.0, 1, [LoadShape.ZIPF], 1, 0)[0]
+    judge = Evaluator(MODEL, replace(CLUSTER, gemm=gemm, backward_factor=1.5), Step(recompute=recompute))
+    assert 0.9 < judge.floor_s(Choice()) / judge.glance(Choice(), load) <= 1
+
+
 @pytest.mark.thorough
 def test_floors_are_below_what_is_simulated(monkeypatch):
     monkeypatch.setattr(choice_module, "HEADROOMS", (None,))
