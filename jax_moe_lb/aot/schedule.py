@@ -337,5 +337,9 @@ def _kind(one: Instruction, flops: int) -> Kind:
 
 
 def _weight(operations: tuple[ScheduledOperation, ...]) -> int:
-    """Return the bytes of a branch, with the floating-point operations at 300 per byte."""
-    return sum((one.nbytes + one.flops // 300) * one.trips + _weight(one.body) for one in operations)
+    """Return the bytes of a branch, with exchanged ones, and the floating-point operations at 300 per byte."""
+    exchanged = {one.name: one.exchange.nbytes + one.exchange.result_bytes for one in operations if one.exchange}
+    return sum(
+        (one.nbytes + exchanged.get(one.name, 0) + one.flops // 300 + _weight(one.body)) * one.trips
+        for one in operations
+    )

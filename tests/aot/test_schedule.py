@@ -58,6 +58,33 @@ def test_loops_keep_their_operations_once(by_name):
     assert (thrice.loop, thrice.trips, [one.name for one in thrice.body]) == (Loop.COUNTED, 3, ["sine"])
 
 
+@pytest.mark.parametrize("name", ["often", "sends"])
+def test_the_most_expensive_branch_is_scheduled(name):
+    """Iterations of a loop count, and bytes of an exchange."""
+    often = "%often = f32[1024,256]{1,0} while(%v), condition=%always, body=%tripled, "
+    often += 'backend_config={"known_trip_count":{"n":"99"}}'
+    sends = "%sends = f32[4096,256]{1,0} all-gather(%v), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}"
+    line = {"often": often, "sends": sends}[name]
+    branches = f"""
+%costly (v: f32[1024,256]) -> f32[1024,256] {{
+  %v = f32[1024,256]{{1,0}} parameter(0)
+  {line}
+  ROOT %same = f32[1024,256]{{1,0}} bitcast(%v)
+}}
+
+%cheap (w: f32[1024,256]) -> f32[1024,256] {{
+  %v = f32[1024,256]{{1,0}} parameter(0)
+  %few = f32[1024,256]{{1,0}} sine(%v)
+  ROOT %more = f32[1024,256]{{1,0}} sine(%few)
+}}
+
+ENTRY"""
+    choice = "%choice = f32[1024,256]{1,0} conditional(%n, %y, %y), branch_computations={%cheap, %costly}\n"
+    text = TEXT.replace("\nENTRY", branches).replace("  %thrice", f"  {choice}  %thrice")
+    (found,) = (one for one in schedule(text) if one.name == "choice")
+    assert [one.name for one in found.body] == [name]
+
+
 THUNKS = """000: kCommandBuffer [source]
     001: kCustomKernel [source] negate
     002: kCustomKernel [source] sort
