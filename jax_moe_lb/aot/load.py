@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from jax_moe_lb.core.checks import shown
+from jax_moe_lb.core.checks import Count, checked_fields, shown
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.plan import Plan, replica_copies
 from jax_moe_lb.core.split import nearest_first
@@ -30,6 +30,7 @@ MOST = 2**31 - 1
 
 
 @dataclass(frozen=True)
+@checked_fields
 class LayerSizes:
     """Sizes of a layer; Qwen3-30B-A3B with 4096 tokens per rank by default.
 
@@ -40,17 +41,20 @@ class LayerSizes:
         tokens: Tokens `T` per rank; 4096 by default.
         per_token: Experts `K` per token; 8 by default.
 
+    Raises:
+        ValueError: A size is below 1.
+
     Examples:
         >>> from jax_moe_lb.aot import LayerSizes
         >>> LayerSizes.parse("E=64,T=1024")
         LayerSizes(hidden=2048, inner=768, experts=64, tokens=1024, per_token=8)
     """
 
-    hidden: int = 2048
-    inner: int = 768
-    experts: int = 128
-    tokens: int = 4096
-    per_token: int = 8
+    hidden: Count = 2048
+    inner: Count = 768
+    experts: Count = 128
+    tokens: Count = 4096
+    per_token: Count = 8
 
     @classmethod
     def parse(cls, text: str) -> "LayerSizes":

@@ -44,7 +44,7 @@ class ModelShape:
         per_token: Number of experts `K` per token, usually 1 to 8.
         tokens: Tokens `T` per rank and microbatch, 4096 to 8192 in the presets.
         itemsize: Bytes per element of weights and of tokens in transfer: 1, 2 (default, bfloat16) or 4.
-        gradient_itemsize: Bytes per element of expert gradients: 4 by default (float32).
+        gradient_itemsize: Bytes per element of expert gradients: 1, 2 or 4 (default, float32).
         gated: If True (default), experts have three matrices (SwiGLU), else two.
         pre_expert_s: Seconds of the forward pass from the experts of one layer to the router output of the next. If
             None (default), it is computed from the floating-point operations of attention and router.
@@ -54,7 +54,7 @@ class ModelShape:
             rank.
 
     Raises:
-        ValueError: A size is below 1, `itemsize` has no dtype, `per_token` exceeds `experts`, or a time is negative or
+        ValueError: A size is below 1, an itemsize has no dtype, `per_token` exceeds `experts`, or a time is negative or
             infinite.
 
     Examples:
@@ -79,8 +79,9 @@ class ModelShape:
     shared_inner: Natural = 0
 
     def __post_init__(self) -> None:
-        if self.itemsize not in DTYPES:
-            raise ValueError(f"itemsize is {self.itemsize}; expected one of {', '.join(map(str, DTYPES))}")
+        for name in ("itemsize", "gradient_itemsize"):
+            if getattr(self, name) not in DTYPES:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected one of {', '.join(map(str, DTYPES))}")
         if self.per_token > self.experts:
             raise ValueError(f"per_token is {self.per_token}; expected at most the {self.experts} experts")
 

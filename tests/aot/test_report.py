@@ -1,5 +1,6 @@
 """A report contains the compiler's numbers and the values derived from them."""
 
+import importlib
 import io
 import json
 from dataclasses import replace
@@ -7,8 +8,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from jax_moe_lb.aot import LayerSizes, Target, print_report
+from jax_moe_lb.aot import LayerSizes, Target, print_report, write_timeline
 from jax_moe_lb.aot.compile import read_report
+from jax_moe_lb.cli import main
 from tests.aot.programs import make_mesh
 
 
@@ -27,6 +29,19 @@ def test_json_has_what_is_promised(report):
     # A CPU program has no GPU thunks.
     assert found["host_waits"] is None
     assert {one["kind"] for one in found["collectives"]} >= {"all-gather", "all-to-all"}
+
+
+def test_json_of_the_command_has_both_timelines(report, tmp_path, capsys, monkeypatch):
+    other = tmp_path / "other.json"
+    write_timeline(other, report.timeline(), "another")
+    command = importlib.import_module("jax_moe_lb.cli.compile")
+    monkeypatch.setattr(command, "compile_layer", lambda *_, **__: report)
+    monkeypatch.setattr(command, "use_no_accelerators", lambda: None)
+    monkeypatch.setattr(Target, "require_compiler", lambda self: None)
+    assert main(["compile", "--target", "h100:1x8", "--against", str(other), "--logs", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["against"]["title"], found["timeline"]["title"] == found["title"]) == ("another", True)
+    assert found["against"]["total_s"] == report.timeline().total_s
 
 
 def test_memory_is_compared_with_all_that_a_program_takes(report):

@@ -105,6 +105,7 @@ REFUSED = {
     "num_ranks is 0; expected at least 1": lambda: skewed(num_ranks=0),
     "seed is -1; expected at least 0": lambda: skewed(seed=-1),
     # steps
+    "gradient_itemsize is 3; expected one of 1, 2, 4": lambda: ModelShape(2, 64, 32, 16, 2, 128, gradient_itemsize=3),
     "ModelShape.sequence is -1; expected at least 1": lambda: ModelShape(2, 64, 32, 16, 2, 128, sequence=-1),
     "reports is empty; expected at least one report": lambda: mean_report([]),
     "states has 2 layers; expected the 1 of counts": lambda: simulated(np.ones((4, 16), int), states=[[()], [()]]),
