@@ -428,8 +428,8 @@ def advise(
         if not any(fits_in_memory(judge, choice) for choice in space.first()):
             if as_json:
                 print_json(misfit_json(judge))
-            for line in () if as_json else misfit_lines(judge):
-                print_text(line)
+            else:
+                print_text("\n".join(misfit_lines(judge)))
             raise typer.Exit(NOTHING_FITS)
         if machine != whole:
             note(f"{shape.experts} experts: groups of {machine.num_ranks} of the {whole.num_ranks} ranks share them")
@@ -442,8 +442,7 @@ def advise(
             print_json(advice_json(answer, judge, workloads))
         else:
             print_table(advice_table(f"{model} on {cluster}", answer))
-            for line in advice_lines(answer, judge, workloads):
-                print_text(line)
+            print_text("\n".join(advice_lines(answer, judge, workloads)))
 
 
 def _write_program(out: Path | None, answer: Advice, judge: Evaluator) -> None:
