@@ -426,10 +426,7 @@ def advise(
         )
         judge = Evaluator(step.parallel.share(shape, machine), machine, step, sample)
         if not any(fits_in_memory(judge, choice) for choice in space.first()):
-            if as_json:
-                print_json(misfit_json(judge))
-            else:
-                print_text("\n".join(misfit_lines(judge)))
+            _print_misfit(judge, as_json)
             raise typer.Exit(NOTHING_FITS)
         if machine != whole:
             note(f"{shape.experts} experts: groups of {machine.num_ranks} of the {whole.num_ranks} ranks share them")
@@ -443,6 +440,13 @@ def advise(
         else:
             print_table(advice_table(f"{model} on {cluster}", answer))
             print_text("\n".join(advice_lines(answer, judge, workloads)))
+
+
+def _print_misfit(judge: Evaluator, as_json: bool) -> None:
+    if as_json:
+        print_json(misfit_json(judge))
+    else:
+        print_text("\n".join(misfit_lines(judge)))
 
 
 def _write_program(out: Path | None, answer: Advice, judge: Evaluator) -> None:

@@ -10,6 +10,9 @@ from jax_moe_lb.sim.events import Task, Timeline
 SHOWN_RANKS = 8
 """Maximum number of ranks in a trace, because viewers cannot open a trace of every rank of a large cluster."""
 
+DRAWN_LAYERS = 2
+"""Maximum number of layers in a picture."""
+
 LINKS = 1_000_000
 """Process number of the links, which all ranks share; above every rank number."""
 
@@ -44,12 +47,12 @@ def write_trace(path: Path, timeline: Timeline) -> None:
     path.write_text(json.dumps(chrome_trace(timeline)))
 
 
-def write_png(path: Path, timeline: Timeline, title: str, layers: int = 2) -> None:
+def write_png(path: Path, timeline: Timeline, title: str) -> None:
     """Draw the forward and backward pass of the first layers on the slowest rank."""
     # matplotlib is optional, and slow to import.
     from matplotlib.figure import Figure
 
-    tasks = [task for task in timeline.tasks if task.layer < layers]
+    tasks = [task for task in timeline.tasks if task.layer < DRAWN_LAYERS]
     rank = _slowest(timeline)
     streams = list(dict.fromkeys(stream for task in tasks for stream in task.streams))
     stages = list(dict.fromkeys(task.stage.split(" ")[0] for task in tasks))
