@@ -144,7 +144,7 @@ def simulate(
         model: Sizes of the layers. With groups beside the expert-parallel one, pass a rank's `Parallel.share`.
         cluster: Machine.
         counts: `[X, R, E]` for `X` layers, or `[R, E]`, nonnegative integers. Layer `i` of the model uses counts `i %
-            X`.
+            X`, and none uses counts beyond the layers.
         migration: Gathers of expert domains (HybridEP); none by default.
         step: Passes of the step; forward and backward by default.
         states: `Report.states` of the step before, for balancers with history; None (default) before the first step.
@@ -167,11 +167,8 @@ def simulate(
     """
     counts = _checked(counts, model, cluster)
     works, after = _works(system, model, cluster, counts, migration, states)
-    start = [imbalance(load(plain_plan(layer, cluster.topology()))) for layer in counts]
-    # Model layers cycle through the recorded layers, so extra layers need no further plans.
-    layers = [works[at % len(works)] for at in range(model.layers)]
     memory = memory_of(system, model, cluster, migration, step)
-    return _report(layers, model, cluster, step, float(np.mean(start)), memory, after)
+    return _report(_of_layers(works, model), model, cluster, step, _at_home(counts, model, cluster), memory, after)
 
 
 def simulate_microbatch(
@@ -186,8 +183,18 @@ def simulate_microbatch(
     """Return the seconds and the most rounds of one microbatch, without the totals and the memory of a report."""
     # The arguments are those of `simulate`.
     works, _ = _works(system, model, cluster, _checked(counts, model, cluster), migration, states)
-    layers = [works[at % len(works)] for at in range(model.layers)]
-    return _microbatch(layers, model, cluster, step).end_s, max(work.rounds for work in works)
+    return _microbatch(_of_layers(works, model), model, cluster, step).end_s, max(work.rounds for work in works)
+
+
+def _of_layers(found: Sequence[Any], model: ModelShape) -> list[Any]:
+    """Return the entries of the model's layers, which cycle through the counts and so need no further plans."""
+    return [found[at % len(found)] for at in range(model.layers)]
+
+
+def _at_home(counts: Int[np.ndarray, "X R E"], model: ModelShape, cluster: Cluster) -> float:
+    """Return the mean imbalance of the model's layers without balancing."""
+    found = [float(imbalance(load(plain_plan(layer, cluster.topology())))) for layer in counts]
+    return float(np.mean(_of_layers(found, model)))
 
 
 def _works(
@@ -265,7 +272,7 @@ def remembered(
     """Update the state of a balancer through earlier steps, without simulating their time."""
     states: States | None = None
     for counts in before:
-        _, states = _works(system, model, cluster, counts, migration, states)
+        _, states = _works(system, model, cluster, counts[: model.layers], migration, states)
     return states
 
 
@@ -367,9 +374,8 @@ def simulate_sample(
     part = sampled_model(model, cluster, sample)
     counts = _checked(counts, part, sample)
     works = [sampled_work(system, model, cluster, sample, layer, migration) for layer in counts]
-    before = float(np.mean([imbalance(load(plain_plan(layer, sample.topology()))) for layer in counts]))
-    layers = [works[at % len(works)] for at in range(model.layers)]
-    found = _report(layers, part, sample, step, before, memory_of(system, model, cluster, migration, step), [])
+    memory = memory_of(system, model, cluster, migration, step)
+    found = _report(_of_layers(works, part), part, sample, step, _at_home(counts, part, sample), memory, [])
     # All members of the machine send as many bytes as those of the sample.
     times = cluster.num_ranks / sample.num_ranks
     stages = {name: replace(stage, bytes=stage.bytes * times) for name, stage in found.stages.items()}
@@ -431,5 +437,5 @@ def _checked(counts: Any, model: ModelShape, cluster: Cluster) -> Int[np.ndarray
         raise ValueError(f"counts has an entry {layers.min()}; expected numbers of tokens, at least 0")
     for layer in layers:
         check_total(layer)
-    # Planners count in int32; `check_total` has checked that the sums fit.
-    return layers.astype(np.int32)
+    # Planners count in int32; `check_total` has checked that the sums fit. No layer uses further counts.
+    return layers[: model.layers].astype(np.int32)

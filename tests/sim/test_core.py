@@ -353,3 +353,12 @@ def test_what_a_codec_remembers_takes_memory():
     )
     # Two ranks' four experts each, of all layers.
     assert remembering.total - forgetful.total == shape.layers * 8 * shape.expert_bytes
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 5])
+def test_imbalances_are_means_over_the_layers_of_the_model(layers):
+    counts = np.full((3, 8, 16), 16)
+    counts[1, :, 0], counts[2, :, 0] = 64, 256
+    cluster = Cluster((Links("gpu", 8, 1e9),))
+    report = simulate(systems.plain(), model(layers=layers), cluster, counts)
+    assert report.imbalance_before == pytest.approx(report.imbalance_after)
