@@ -55,7 +55,9 @@ class Measured:
     @property
     def preset(self) -> str | None:
         """Preset of this kind of machine, or None."""
-        return next((name for part, name in PRESETS.items() if part in self.machine or part == self.platform), None)
+        # The name of the host may be that of another device.
+        device = self.machine.rpartition(" x ")[2]
+        return next((name for part, name in PRESETS.items() if part in device or part == self.platform), None)
 
 
 def warnings(found: Measured) -> Iterator[str]:

@@ -39,7 +39,7 @@ def test_figures_far_from_the_preset_are_named():
     assert list(warnings(slow)) == ["the rate of level gpu is 6e+10 B/s, 4.5 times below the 2.7e+11 of h100_node"]
     assert "# Warning: the rate of level gpu is" in to_yaml(slow, 256, 512)
     # There is no reference for a device without a preset.
-    assert list(warnings(replace(slow, machine="node, 16 x Another", platform="tpu"))) == []
+    assert list(warnings(replace(slow, machine="cpu-H100, 16 x Another", platform="tpu"))) == []
 
 
 def test_load_is_named():
