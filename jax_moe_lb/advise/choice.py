@@ -224,8 +224,5 @@ def _simulate(choice: Choice, dispatch: str) -> str | None:
     inner = [] if choice.system == "plain" and (choice.sprayed or alone) else [choice.system]
     parts = ["hybridep"] * bool(choice.domain_sizes) + inner + last
     sizes = [f"--domain-sizes {','.join(map(str, choice.domain_sizes))}"] if choice.domain_sizes else []
-    return " ".join([f"--system {'+'.join(parts)}", *_slots(choice), *sizes])
-
-
-def _slots(choice: Choice) -> list[str]:
-    return [f"--replica-slots {choice.replica_slots}"] if choice.replica_slots else []
+    slots = [f"--replica-slots {choice.replica_slots}"] if choice.replica_slots else []
+    return " ".join([f"--system {'+'.join(parts)}", *slots, *sizes])

@@ -238,8 +238,9 @@ def search(space: Space, judge: Evaluator, shapes: Sequence[Workload], workloads
     outcomes.sort(key=lambda one: (one.choice in refused, float(np.median(one.ratios(plain))), one.choice.parts))
     if (with_room := _with_room(outcomes[0], space, judge, workloads)) is not None:
         outcomes.insert(0, with_room)
-    glances = {c: float(np.median([t[c] for t in explored if c in t])) for c in dict.fromkeys(_all(explored))} | middle
-    return SearchResults(tuple(outcomes), glances, refused, fits)
+    seen = dict.fromkeys(itertools.chain.from_iterable(explored))
+    glances = {choice: float(np.median([times[choice] for times in explored if choice in times])) for choice in seen}
+    return SearchResults(tuple(outcomes), glances | middle, refused, fits)
 
 
 def _with_room(
@@ -317,7 +318,3 @@ def _best_of_families(times: dict[Choice, float], number: int) -> list[Choice]:
     for choice in sorted(times, key=lambda choice: (times[choice], choice.parts)):
         found.setdefault(choice.family, choice)
     return list(found.values())[:number]
-
-
-def _all(explored: Sequence[dict[Choice, float]]) -> Iterable[Choice]:
-    return (choice for times in explored for choice in times)

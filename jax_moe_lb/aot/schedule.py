@@ -176,13 +176,11 @@ class _Reader:
             elif is_replicas:
                 loop = Loop.REPLICAS
         # The host reads the condition of a loop or branch outside of graphs, unless the trip count is stated.
-        waits = self._is_outside(instruction) and instruction.trips is None
+        is_outside = instruction.name in self.launches.kernels and instruction.name not in self.launches.in_graphs
+        waits = is_outside and instruction.trips is None
         return ScheduledOperation(
             instruction.name, Kind.LOOP, stage, loop=loop, trips=trips, waits_for_host=waits, body=body
         )
-
-    def _is_outside(self, instruction: Instruction) -> bool:
-        return instruction.name in self.launches.kernels and instruction.name not in self.launches.in_graphs
 
     def _exchange_stage(self, computation: Computation, one: Instruction) -> str:
         """Return the stage of a ragged exchange, which XLA prints without its own name."""
