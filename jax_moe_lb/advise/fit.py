@@ -135,5 +135,5 @@ def _tokens(judge: Evaluator) -> Iterator[Remedy]:
     tokens = judge.model.tokens // 2
     while tokens >= LEAST_TOKENS:
         smaller = replace(judge, model=judge.model.with_tokens(tokens))
-        yield Remedy(f"{tokens} tokens per rank: --tokens {tokens}", smaller)
+        yield Remedy(f"{tokens} tokens per rank: --tokens {tokens}, without --trace", smaller)
         tokens //= 2
