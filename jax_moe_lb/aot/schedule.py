@@ -64,6 +64,7 @@ class Kind(StrEnum):
 class Loop(StrEnum):
     """Number of iterations of a loop."""
 
+    BRANCH = "branch"  # once: the most expensive branch
     COUNTED = "counted"  # `trips`
     ROUNDS = "rounds"  # overflow rounds: rounds of the load after the first
     REPLICAS = "replicas"  # replicas that return to one home
@@ -163,7 +164,7 @@ class _Reader:
         stage, loop, trips = stage_of(name), Loop.COUNTED, 1
         parts = [tuple(self.read(part)) for part in self.module.called(instruction)]
         if instruction.opcode == "conditional":
-            body = max(parts, key=_weight, default=())
+            body, loop = max(parts, key=_weight, default=()), Loop.BRANCH
         else:
             body = tuple(one for part in parts for one in part)
             known = instruction.trips if instruction.trips is not None else instruction.counted

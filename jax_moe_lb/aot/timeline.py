@@ -193,15 +193,15 @@ class _Walk:
             # The loop around the loop of rounds, for wide sums, has one step.
             around = any(inner.loop is Loop.ROUNDS for inner in one.body)
             for later in range(1, min(rounds, 2) if around else rounds):
-                self._host_wait(one)
+                self._host_waits(one, 1)
                 self.run(one.body, later)
-            self._host_wait(one)
+            self._host_waits(one, 1)
             return
         trips = one.trips
         if one.loop is Loop.REPLICAS and load is not None:
             trips = int(load.replicas.sum((1, 2)).max(initial=0))
-        if one.waits_for_host:
-            self._host_wait(one)
+        # The host reads the condition of a loop before every iteration and at the end.
+        self._host_waits(one, 1 if one.loop is Loop.BRANCH else trips + 1)
         if trips:
             self._repeat(one.body, i, trips)
 
@@ -225,10 +225,10 @@ class _Walk:
         }
         self.now = later(self.now)
 
-    def _host_wait(self, one: ScheduledOperation) -> None:
+    def _host_waits(self, one: ScheduledOperation, times: int) -> None:
         if one.waits_for_host:
-            end = self.now + self.time.machine.rates.host_wait
-            self.spans.append(Span(one.name, Kind.LOOP, one.stage, COMPUTE, self.now, end, "host"))
+            end = self.now + times * self.time.machine.rates.host_wait
+            self.spans.append(Span(one.name, Kind.LOOP, one.stage, COMPUTE, self.now, end, "host", times))
             self.now = end
 
 

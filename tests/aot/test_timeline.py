@@ -10,7 +10,7 @@ from jax_moe_lb.aot import LayerLoad, LayerSizes, Target, counts_of
 from jax_moe_lb.aot.execution_counts import Launches
 from jax_moe_lb.aot.flops import ProductForm
 from jax_moe_lb.aot.operation_time import OperationTime
-from jax_moe_lb.aot.schedule import PEER_COPIES, ExchangeShape, Kind, ScheduledOperation
+from jax_moe_lb.aot.schedule import PEER_COPIES, ExchangeShape, Kind, Loop, ScheduledOperation
 from jax_moe_lb.aot.timeline import COMPUTE, ENGINES, EXCHANGES, timeline
 from jax_moe_lb.collectives.exchange_paths import ExchangePath
 from jax_moe_lb.collectives.exchange_time import Machine, exchange_time
@@ -196,6 +196,13 @@ def test_the_host_waits_for_conditions_outside_of_graphs():
     # Before each of 6 rounds, and at the end.
     assert sum(span.bound == "host" and span.kind is Kind.LOOP for span in waiting.spans) == 7
     assert not any(span.kind is Kind.LOOP for span in timeline(ALL, TARGET, load).spans)
+
+
+@pytest.mark.parametrize(("loop", "times"), [(Loop.COUNTED, 3 + 1), (Loop.BRANCH, 1)])
+def test_the_host_waits_before_every_iteration_and_at_the_end(loop, times):
+    waiting = replace(ONE["thrice"], loop=loop, waits_for_host=True)
+    (wait,) = (span for span in timeline((waiting,), TARGET).spans if span.bound == "host")
+    assert (wait.times, wait.seconds) == (times, pytest.approx(times * RATES.host_wait))
 
 
 @pytest.mark.parametrize(("ranks", "seconds"), [(4, 22.72e-6), (8, 22.72e-6), (20, 48.315e-6), (64, 149.7e-6)])
