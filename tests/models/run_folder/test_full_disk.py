@@ -1,6 +1,7 @@
 """A full disk ends training with one line; complete files stay intact, and --resume continues from them."""
 
 import errno
+import json
 import os
 import resource
 import subprocess
@@ -12,7 +13,7 @@ import jax
 import pytest
 from flax import nnx
 
-from models.run_folder.checkpoints import Checkpoints, restore_newest
+from models.run_folder.checkpoints import Checkpoints, restore_newest, steps_in
 from models.run_folder.files import RESUMING, in_words, write_whole
 from models.run_folder.metrics import Recorder, RunFolder
 
@@ -85,10 +86,49 @@ def test_the_checkpoint_before_stays_whole(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+FULL_AT_STEP_4 = f"""
+import resource
+from models.run_folder.checkpoints import Checkpoints
+from tests.models import tiny_training
+
+save = Checkpoints.save
+
+def limited(self, step, *rest):
+    self.wait()
+    if step == 4:
+        # Metrics fit, so that the checkpoint fails first.
+        resource.setrlimit(resource.RLIMIT_FSIZE, ({4 * ROOM}, {4 * ROOM}))
+    save(self, step, *rest)
+
+Checkpoints.save = limited
+tiny_training.main()
+"""
+
+
+def train(run_dir, *arguments, program=("-m", "tests.models.tiny_training"), stdout=subprocess.DEVNULL):
+    command = [sys.executable, *program, "--run-dir", str(run_dir), *arguments]
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_a_run_that_finds_no_room_goes_on_later(tmp_path):
+    run_dir = tmp_path / "run"
+    stopped = train(run_dir, program=("-c", FULL_AT_STEP_4))
+    assert stopped.returncode == 2
+    assert stopped.stderr == (f"error: {str(run_dir / 'checkpoint')!r} cannot be written: File too large; {RESUMING}\n")
+    assert steps_in(run_dir / "checkpoint") == [2]
+    finished = train(run_dir, "--resume")
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert [row["step"] for row in RunFolder(run_dir).rows("step")] == list(range(1, 9))
+    assert json.loads((run_dir / "summary.json").read_bytes())["steps"] == 8
+    assert not [path.name for path in run_dir.rglob("*") if "part" in path.name or "tmp" in path.name]
+
+
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_no_room_for_what_is_printed(tmp_path):
-    command = [sys.executable, "-m", "tests.models.tiny_training", "--run-dir", str(tmp_path / "run")]
     with Path("/dev/full").open("w") as full:
-        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        ended = train(tmp_path / "run", stdout=full)
     assert ended.returncode == 2
     assert ended.stderr == f"error: standard output cannot be written: No space left on device; {RESUMING}\n"

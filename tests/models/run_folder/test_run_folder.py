@@ -5,13 +5,15 @@ import json
 import shutil
 import signal
 
+import jax
 import pytest
+from rich.console import Console
 
 from models.config import ParallelConfig
 from models.run_folder.checkpoints import Checkpoints, steps_in
 from models.run_folder.files import CHECKSUMS, write_checksums
 from models.run_folder.metrics import RunFolder
-from models.training.loop import prepare
+from models.training.loop import execute, prepare
 from tests.models.kill_training import STEPS_PER_KILL, finish, kill_and_compare, start, wait_for_steps
 from tests.models.small import CONFIG, CORPUS, run
 
@@ -335,6 +337,20 @@ def test_a_run_that_got_a_checkpoint_meanwhile_is_not_moved(copied):
 
 
 @pytest.mark.thorough
+def test_a_run_killed_during_its_first_save_starts_again(tmp_path):
+    options = ("--resume=auto", "--steps", "4")
+    process = start(tmp_path, *options, module="tests.models.stalled_training")
+    assert any(line == "saving\n" for line in process.stdout)
+    process.kill()
+    process.communicate()
+    folder = RunFolder(tmp_path)
+    assert [path.name for path in folder.checkpoints.iterdir()] == ["2.orbax-checkpoint-tmp"]
+    for last in (4, 6):
+        finish(start(tmp_path, *options[:-1], str(last)))
+        assert steps_in(folder.checkpoints) == [last, last - 2]
+
+
+@pytest.mark.thorough
 def test_a_finished_run_without_readable_counts_is_resumed_with_a_line(copied, command_line):
     folder = RunFolder(copied)
     folder.counts.write_bytes(b"PK\x03\x04")
@@ -352,6 +368,21 @@ def test_a_run_that_goes_on_to_its_own_step_is_validated_once(copied, kept):
     folder.metrics.write_text("".join([*lines, *(json.dumps(row) + "\n" for row in rows if row["step"] in kept)]))
     assert run(CONFIG, copied, resume=True)["validation_loss_nats"] == pytest.approx(rows[-1]["loss"])
     assert [row["step"] for row in folder.rows("validation")] == [4, 8]
+
+
+@pytest.mark.thorough
+def test_a_run_that_is_stopped_before_its_first_step_can_be_resumed(tmp_path):
+    class Stopped:
+        name = "SIGTERM"
+
+        def requested(self):
+            return True
+
+    assert execute(prepare(CONFIG, CORPUS, tmp_path), Console(quiet=True), Stopped()) == {}
+    run = prepare(CONFIG, CORPUS, tmp_path, resume=True)
+    run.release()
+    assert run.done_steps == 0
+    assert jax.tree.leaves(run.state)
 
 
 @pytest.mark.thorough
