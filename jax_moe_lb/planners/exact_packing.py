@@ -56,6 +56,7 @@ class OffloadChain:
     goal: Int[Array, "M"]  # load at or below which a rank may receive, and down to which it gives
     used: Int[Array, "M"]  # occupied replica slots of each rank
     sent: Int[Array, "M"]  # replicas made of the experts of each rank
+    number: Int[Array, ""]  # replicas made
     more: Bool[Array, ""]  # true if the last step made a replica
 
     def give(
@@ -77,6 +78,7 @@ class OffloadChain:
             goal=jnp.where(load <= self.goal, limit, self.goal),
             used=self.used + (to & made).astype(jnp.int32),
             sent=self.sent + (giver & made).astype(jnp.int32),
+            number=self.number + made.astype(jnp.int32),
             more=made,
         )
 
@@ -85,8 +87,16 @@ NO_ROOM = np.int32(np.iinfo(np.int32).max)
 """Room of ranks without space for an expert, in the choice of the least sufficient room."""
 
 
-def fill(tokens: Int[Array, "M L"], limit: Int[Array, ""], way: SearchOrder, slots: int, max_fan_out: int) -> Filled:
-    """Make replicas until no rank exceeds the limit or no slot helps; `ffi/planning/chain.h` explains the idea."""
+def fill(
+    tokens: Int[Array, "M L"],
+    limit: Int[Array, ""],
+    way: SearchOrder,
+    slots: int,
+    max_fan_out: int,
+    most: Int[Array, ""] | int,
+) -> Filled:
+    """Make replicas until no rank exceeds the limit, no slot helps or there are `most` replicas."""
+    # `ffi/planning/chain.h` explains the idea.
     # The rank with the most room and a free slot receives tokens of the hottest expert of the ranks above the limit, as
     # many as it can serve. It may take more than the home's surplus; then the home itself has room and can receive.
     # Each replica thus fills its receiver or takes an expert whole, so the number of steps is at most the number of
@@ -97,19 +107,21 @@ def fill(tokens: Int[Array, "M L"], limit: Int[Array, ""], way: SearchOrder, slo
     now = plain(tokens, slots)
     below = jnp.maximum(limit - way.start, 0)
     goal, none = jnp.where(now.load > below, below, limit), 0 * now.load
-    start = OffloadChain(now, goal, none, none, now.load[0] >= 0)
+    start = OffloadChain(now, goal, none, none, none[0], now.load[0] >= 0)
     if max_fan_out < now.expert.size:
         start = _clear(start, limit, way.cleared, max_fan_out)
-    return jax.lax.while_loop(lambda c: c.more, lambda c: _give(c, limit, way, max_fan_out), start).now
+    return jax.lax.while_loop(
+        lambda c: c.more & (c.number < most), lambda c: _give(c, limit, way, max_fan_out), start
+    ).now
 
 
 def _clear(c: OffloadChain, limit: Array, number: Array, max_fan_out: int) -> OffloadChain:
     """Clear the `number` least loaded ranks."""
     load = c.now.load
     pending = (jnp.argsort(jnp.argsort(load)).astype(jnp.int32) < number) & (load <= limit)
-    c = OffloadChain(c.now, jnp.where(pending, limit, c.goal), c.used, c.sent, c.more)
+    c = OffloadChain(c.now, jnp.where(pending, limit, c.goal), c.used, c.sent, c.number, c.more)
     c, _ = jax.lax.while_loop(lambda s: s[1].any(), lambda s: _clear_one(*s, limit, max_fan_out), (c, pending))
-    return OffloadChain(c.now, c.goal, c.used, c.sent, load[0] >= 0)
+    return OffloadChain(c.now, c.goal, c.used, c.sent, c.number, load[0] >= 0)
 
 
 def _clear_one(

@@ -87,8 +87,10 @@ CLOSE_ENOUGH = 4096
 NO_PLAN = np.int32(np.iinfo(np.int32).max)
 """Maximum load assigned to rejected plans."""
 
-Attempt = Callable[[Array, SearchOrder], Filled]
-"""Function making plans side by side, one per limit and search order; all have a leading dimension."""
+Attempt = Callable[[Array, SearchOrder, Array | int], Filled]
+"""Function making plans side by side, one per limit and search order, with at most some replicas; the first two have a
+leading dimension.
+"""
 
 
 @pytree
@@ -140,19 +142,23 @@ def fewest(
     """Search for a plan with fewer replicas within a limit."""
     attempt = partial(_attempt, tokens, found.plan.expert.shape[1], max_fan_out)
     start = Search(limit, found.plan, found.way, 0 * limit)
-    s = jax.lax.while_loop(lambda s: s.turn < FEWER, lambda s: _fewer(s, attempt, counts), start)
+    s = jax.lax.while_loop(
+        lambda s: (s.turn < FEWER) & (_number(s.plan) > 0), lambda s: _fewer(s, attempt, counts), start
+    )
     # The same number of replicas may suffice under a lower limit: try limits upward from the lowest known maximum.
     limits = _grid(found.high, limit)
-    plans = attempt(limits, _same(s.way))
-    costs = jnp.where(_keeps(plans, limits) & (_number(plans) <= _number(s.plan)), plans.load.max(1), NO_PLAN)
+    plans = attempt(limits, _same(s.way), _number(s.plan))
+    costs = jnp.where(_keeps(plans, limits), plans.load.max(1), NO_PLAN)
     # Of equal maxima, the plan whose busiest rank sends the fewest replicas.
     least = jnp.minimum(costs.min(), s.high)
     sent = jnp.where(costs == least, jax.vmap(fan_out)(plans), NO_PLAN)
     return _best(s.plan, plans, sent, jnp.where(s.high == least, fan_out(s.plan), NO_PLAN))[1]
 
 
-def _attempt(tokens: Array, slots: int, max_fan_out: int, limits: Array, ways: SearchOrder) -> Filled:
-    return jax.vmap(lambda limit, way: fill(tokens, limit, way, slots, max_fan_out))(limits, ways)
+def _attempt(
+    tokens: Array, slots: int, max_fan_out: int, limits: Array, ways: SearchOrder, most: Array | int
+) -> Filled:
+    return jax.vmap(lambda limit, way: fill(tokens, limit, way, slots, max_fan_out, most))(limits, ways)
 
 
 def _grid(low: Array, high: Array) -> Int[Array, "..."]:
@@ -178,7 +184,7 @@ def _number(plans: Filled) -> Array:
 def _narrow(s: Search, attempt: Attempt) -> Search:
     """Try a grid of limits between `low` and the best maximum, in the usual search order."""
     limits = _grid(s.low, s.high)
-    plans = attempt(limits, _same(s.way))
+    plans = attempt(limits, _same(s.way), s.plan.expert.size)
     _, plan = _best(s.plan, plans, plans.load.max(1), s.high)
     high = plan.load.max()
     # Treat limits below the lowest success as infeasible, although success is not monotonic in the limit.
@@ -201,14 +207,15 @@ def _lower(s: Search, attempt: Attempt) -> Search:
     # Lower the limit by one token copy up to half of the excess over the mean: plans rarely end below their limit.
     drop = jnp.maximum((s.high - s.low) >> (1 + iota(WIDTH) // 2 % 8), 1)
     ways = jax.vmap(partial(way_near, s.way, s.high, s.turn))(iota(WIDTH))
-    plans = attempt(s.high - drop, ways)
+    plans = attempt(s.high - drop, ways, s.plan.expert.size)
     return _next(s, ways, plans, plans.load.max(1), s.high)
 
 
 def _fewer(s: Search, attempt: Attempt, counts: Array | None) -> Search:
     """Try perturbed search orders under the limit `low`."""
     ways = jax.vmap(partial(way_near, s.way, s.low, s.turn))(iota(WIDTH))
-    plans = attempt(jnp.broadcast_to(s.low, (WIDTH,)), ways)
+    # Further replicas than those of the best plan are in vain.
+    plans = attempt(jnp.broadcast_to(s.low, (WIDTH,)), ways, _number(s.plan))
     costs = jax.vmap(partial(_replicas, counts=counts))(plans)
     costs = jnp.where(_keeps(plans, s.low), costs, jnp.inf)
     return _next(s, ways, plans, costs, _replicas(s.plan, counts))

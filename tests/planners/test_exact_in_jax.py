@@ -116,7 +116,7 @@ def test_room_is_made_on_idle_ranks():
     tokens = jnp.asarray(np.array([[20, 0], [5, 3], [5, 3], [2, 0]], np.int32))
     for cleared, highest in ((0, 12), (1, 10)):
         way = replace(usual_way(tokens), cleared=jnp.int32(cleared))
-        assert fill(tokens, jnp.int32(10), way, slots=1, max_fan_out=1).load.max() == highest
+        assert fill(tokens, jnp.int32(10), way, slots=1, max_fan_out=1, most=4).load.max() == highest
 
 
 @pytest.mark.slow
@@ -125,8 +125,17 @@ def test_room_is_made_within_the_fan_out():
     tokens = jnp.asarray(np.array([[20, 0, 0], [2, 2, 2], [9, 0, 0], [9, 0, 0]], np.int32))
     for max_fan_out, sent in ((1, 1), (2, 2)):
         way = replace(usual_way(tokens), cleared=jnp.int32(1))
-        plan = fill(tokens, jnp.int32(12), way, slots=1, max_fan_out=max_fan_out)
+        plan = fill(tokens, jnp.int32(12), way, slots=1, max_fan_out=max_fan_out, most=4)
         assert (np.asarray(plan.expert) // 3 == 1).sum() == sent
+
+
+@pytest.mark.slow
+def test_a_plan_ends_with_the_most_replicas():
+    """Rank 0 would give to all others; a plan of further replicas cannot have the fewest."""
+    tokens = jnp.asarray(np.array([[20, 0], [4, 0], [4, 0], [4, 0]], np.int32))
+    made = [fill(tokens, jnp.int32(8), usual_way(tokens), slots=1, max_fan_out=4, most=most) for most in range(5)]
+    assert [int((plan.expert >= 0).sum()) for plan in made] == [0, 1, 2, 3, 3]
+    assert [int(plan.load.max()) for plan in made] == [20, 16, 12, 8, 8]
 
 
 @pytest.mark.thorough
