@@ -50,6 +50,19 @@ RowsField = Annotated[float, Field(strict=True, ge=0, le=INT32_MAX)]
 SeedField = Annotated[int, Field(strict=True, ge=0, lt=2**64)]
 
 
+def _strict_numbers(default: Any) -> BeforeValidator:
+    """Refuse booleans and quoted numbers, which pydantic converts, as numbers of a dataclass with these defaults."""
+
+    def checked(section: Any) -> Any:
+        for name, value in section.items() if isinstance(section, dict) else ():
+            is_number = not isinstance(getattr(default, name, ""), bool | str)
+            if is_number and isinstance(value, bool | str):
+                raise ValueError(f"{name} is {shown(value)}; expected a number")
+        return section
+
+    return BeforeValidator(checked)
+
+
 class _Section(BaseModel):
     """Base class of the sections; unknown keys are errors."""
 
@@ -113,7 +126,7 @@ class ClusterSection(_Section):
     memory: SizeField | None = None
     hbm: RateField | None = None
     joins_weights: bool = False
-    communication: Communication = Communication()
+    communication: Annotated[Communication, _strict_numbers(Communication())] = Communication()
     backward: NumberField = Field(default=3.0, ge=1.0, le=1000.0)
     jitter: NumberField = 0.0
     jitter_seed: SeedField = 0
@@ -248,7 +261,7 @@ class RoutingSection(_Section):
     seed: SeedField = 0
     layers: LayersField = 4
     shape: LoadShape = LoadShape.RANKS
-    drift: Drift = RECORDED
+    drift: Annotated[Drift, _strict_numbers(RECORDED)] = RECORDED
 
 
 class SimulationConfig(_Section):
