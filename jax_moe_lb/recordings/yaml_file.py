@@ -1,5 +1,6 @@
 """Reader of untrusted YAML files; it rejects content with excessive expansion, excessive depth or executable tags."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,11 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.MarkedYAMLError(problem=f"the key {key.value} is given twice", problem_mark=key.start_mark)
             seen.add(key.value)
         return node
+
+
+# YAML 1.1 takes an exponent without a point or a sign, as in 1e-3, for text.
+EXPONENT = re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$", re.ASCII)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+0123456789"))
 
 
 def _text(path: Path, limits: FileLimits) -> str:

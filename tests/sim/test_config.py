@@ -1,6 +1,7 @@
 """Files and presets are built as written, and unknown entries are reported."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import yaml
@@ -38,6 +39,17 @@ def written(tmp_path):
         return str(tmp_path / "config.yaml")
 
     return write
+
+
+@pytest.mark.parametrize(("text", "value"), [("1e-1", 0.1), ("2E-1", 0.2), ("1.e-1", 0.1), ("5e-01", 0.5)])
+def test_an_exponent_needs_no_point(written, text, value):
+    """YAML 1.1 takes such plain text for no number; quoted text is none."""
+    path = Path(written(CLUSTER, jitter=0.0))
+    path.write_text(path.read_text().replace("jitter: 0.0", f"jitter: {text}"))
+    assert load_config("CONFIG", str(path)).cluster.build().jitter == value
+    path.write_text(path.read_text().replace(f"jitter: {text}", f"jitter: '{text}'"))
+    with pytest.raises(ValueError, match=f"cluster.jitter is '{text}'"):
+        load_config("CONFIG", str(path))
 
 
 def test_a_file_says_what_is_built(written):
