@@ -152,6 +152,7 @@ RUNS = (
         for name in ("calls", "interrupts", "kills", "writers", "process_kills", "training_kills", "stalls")
     ),
     Run("network.hybridep", refusal=_network, aside=MEASURED),
+    Run("network.hybridep", ("--near",), refusal=_network, result="network_hybridep_near", aside=MEASURED),
     Run("network.once", refusal=_network, aside=MEASURED),
     Run("network.rails", refusal=_network, aside=MEASURED),
     Run("network.training", ("compare",), None, _network, "network_training_measured_6", MEASURED),
