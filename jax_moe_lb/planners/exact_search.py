@@ -148,7 +148,8 @@ def fewest(
     # The same number of replicas may suffice under a lower limit: try limits upward from the lowest known maximum.
     limits = _grid(found.high, limit)
     plans = attempt(limits, _same(s.way), _number(s.plan))
-    costs = jnp.where(_keeps(plans, limits), plans.load.max(1), NO_PLAN)
+    # With a binding fan-out, `fill` clears ranks first, without the bound on replicas.
+    costs = jnp.where(_keeps(plans, limits) & (_number(plans) <= _number(s.plan)), plans.load.max(1), NO_PLAN)
     # Of equal maxima, the plan whose busiest rank sends the fewest replicas.
     least = jnp.minimum(costs.min(), s.high)
     sent = jnp.where(costs == least, jax.vmap(fan_out)(plans), NO_PLAN)
