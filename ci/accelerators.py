@@ -176,7 +176,7 @@ LIMITS = {
 current value plus 5 %, whichever is lower. The goal of `Forward` is the memory of `Direct` plus 10 %.
 """
 
-TPU_LIMITS = {case for case in LIMITS if not case.target.startswith(("h100", "b200", "gb200")) and case.sizes != SMALL}
+TPU_LIMITS = {case for case in LIMITS if Target.parse(case.target).platform == "tpu" and case.sizes != SMALL}
 """Cases whose exchanges of rows are ragged ones; a slice of more chips, and `tpu7x`, have others."""
 
 STEP_MARGIN = 1.05

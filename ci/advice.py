@@ -1,7 +1,7 @@
 """Run the programs of `jax-moe-lb advise` for presets on virtual CPU devices, each as pasted into a new process.
 
-By default, every cluster has one model, and the best choice that fits into memory; `--all` takes all pairs of presets,
-and the three best choices of each. Equal programs run once.
+By default, every cluster has its own model, and the best choice that fits into memory; `--all` takes all pairs of
+presets, and the three best choices of each. Equal programs run once.
 """
 
 import itertools
@@ -28,22 +28,15 @@ def best_programs(model: str, cluster: str, number: int) -> list[tuple[str, str]
     return [(one["system"], one["usage"]["code"]) for one in systems[:number]]
 
 
-def chosen(pairs: list[tuple[str, str]]) -> dict[tuple[str, str], list[tuple[str, str]]]:
-    """Return the programs of the first pair that fits, for each cluster."""
-    found: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    clusters = set(preset_names("cluster"))
-    # Each cluster's own model fits.
-    for model, cluster in sorted(pairs, key=lambda pair: pair[0] != pair[1]):
-        if cluster in clusters and (programs := best_programs(model, cluster, 1)):
-            found[model, cluster] = programs
-            clusters.discard(cluster)
-    return found
-
-
 def main(arguments: list[str]) -> None:
     """Run all programs, and exit with an error after the first that fails."""
-    pairs = list(itertools.product(preset_names("model"), preset_names("cluster")))
-    found = {pair: best_programs(*pair, 3) for pair in pairs} if arguments == ["--all"] else chosen(pairs)
+    clusters = preset_names("cluster")
+    if arguments == ["--all"]:
+        found = {pair: best_programs(*pair, 3) for pair in itertools.product(preset_names("model"), clusters)}
+    else:
+        found = {(name, name): best_programs(name, name, 1) for name in clusters}
+        if without := [name for (name, _), programs in found.items() if not programs]:
+            raise SystemExit(f"nothing fits on {', '.join(without)}; expected a choice for each cluster's own model")
     done: dict[str, str] = {}
     for pair, programs in found.items():
         for name, code in programs:

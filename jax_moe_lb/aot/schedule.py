@@ -337,8 +337,11 @@ def _kind(one: Instruction, flops: int) -> Kind:
 
 def _weight(operations: tuple[ScheduledOperation, ...]) -> int:
     """Return the bytes of a branch, with exchanged ones, and the floating-point operations at 300 per byte."""
-    exchanged = {one.name: one.exchange.nbytes + one.exchange.result_bytes for one in operations if one.exchange}
     return sum(
-        (one.nbytes + exchanged.get(one.name, 0) + one.flops // 300 + _weight(one.body)) * one.trips
-        for one in operations
+        (one.nbytes + _exchanged_bytes(one) + one.flops // 300 + _weight(one.body)) * one.trips for one in operations
     )
+
+
+def _exchanged_bytes(operation: ScheduledOperation) -> int:
+    exchange = operation.exchange
+    return 0 if exchange is None else exchange.nbytes + exchange.result_bytes
