@@ -99,6 +99,7 @@ RUNS = (
     ),
     Run("plans.plans", ("balancers", "--loads", "LOADS"), None, _loads, "plans_served"),
     Run("plans.plans", ("exact", "--loads", "LOADS"), ("exact", "--step", "29"), _loads, "plans_exact"),
+    Run("plans.plans", ("jnp", "--loads", "LOADS"), ("jnp", "--step", "29"), _loads, "plans_jnp"),
     Run("plans.plans", ("times", "--loads", "LOADS"), ("times", "--step", "29"), _loads, "plans_times"),
     Run("plans.advice_regret", quick=("--quick",), aside=LONG),
     Run("papers.rails", quick=()),

@@ -226,8 +226,9 @@ def within_table(layers: np.ndarray) -> Table:
     return Table(columns, rows)
 
 
-def jnp_table(layers: np.ndarray) -> Table:
-    """Return maximum and replicas of jnp beside C++."""
+def of_jnp(given: argparse.Namespace) -> Tables:
+    """Return maximum and replicas of jnp beside C++ on every sixteenth layer; jnp takes long."""
+    layers = np.concatenate(list(recorded.read(given).values()))[::16]
     rows: list[list[Value]] = []
     for (ranks, slots), fan_out in itertools.product(IN_JNP, (ANY, BINDING)):
         args = ranks, slots, 0.0, fan_out
@@ -235,16 +236,18 @@ def jnp_table(layers: np.ndarray) -> Table:
         above = 100 * (ours[:, 0] / theirs[:, 0] - 1)
         numbers = [*theirs.mean(0), *ours.mean(0), above.mean(), above.max()]
         bound = "any" if fan_out == ANY else str(fan_out)
-        rows.append([ranks, slots, bound, *map(float, np.array(numbers)[[0, 2, 4, 5, 1, 3]])])
+        few = (means(rule, layers, ranks, slots, 0.01, fan_out)[1] for rule in (planned, in_jnp))
+        rows.append([ranks, slots, bound, *map(float, np.array(numbers)[[0, 2, 4, 5, 1, 3]]), *few])
     columns = {"ranks": "d", "S - L": "d", "max_fan_out": "", "C++": ".5f", "jnp": ".5f"}
     columns |= {"mean, %": "+.3f", "worst, %": "+.2f", "replicas, C++": ".1f", "replicas, jnp": ".1f"}
-    return Table(columns, rows, f"{len(layers)} layers of {layers.shape[1]} experts, eps = 0")
+    columns |= {"C++, eps 0.01": ".1f", "jnp, eps 0.01": ".1f"}
+    return {"jnp": Table(columns, rows, f"{len(layers)} layers of {layers.shape[1]} experts, eps = 0")}
 
 
 def of_exact(given: argparse.Namespace) -> Tables:
-    """Return the tables of `Exact` on recorded loads; jnp, which takes longest, on every sixteenth layer."""
+    """Return the tables of `Exact` on recorded loads."""
     layers = np.concatenate(list(recorded.read(given).values()))
-    return {"recorded": recorded_table(layers), "within": within_table(layers), "jnp": jnp_table(layers[::16])}
+    return {"recorded": recorded_table(layers), "within": within_table(layers)}
 
 
 # ---- times -------------------------------------------------------------------------------
@@ -317,6 +320,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], Tables]] = {
     "families": of_families,
     "balancers": of_balancers,
     "exact": of_exact,
+    "jnp": of_jnp,
     "times": of_times,
     "planners": of_planners,
     "settings": of_settings,

@@ -12,7 +12,7 @@ from jax_moe_lb import Plan, _planning
 from jax_moe_lb.core import check_plan, custom_calls
 from jax_moe_lb.planners.base import plan_on_host
 from jax_moe_lb.planners.exact import exact
-from jax_moe_lb.planners.exact_packing import _may, _Places, fill
+from jax_moe_lb.planners.exact_packing import OffloadChain, _give, _may, _Places, fill, plain
 from jax_moe_lb.planners.exact_search import exact_in_jax, usual_way
 from tests.planners.planner_cases import STOPPED, assert_same
 
@@ -136,6 +136,25 @@ def test_a_plan_ends_with_the_most_replicas():
     made = [fill(tokens, jnp.int32(8), usual_way(tokens), slots=1, max_fan_out=4, most=most) for most in range(5)]
     assert [int((plan.expert >= 0).sum()) for plan in made] == [0, 1, 2, 3, 3]
     assert [int(plan.load.max()) for plan in made] == [20, 16, 12, 8, 8]
+
+
+@pytest.mark.slow
+def test_a_step_on_many_ranks_makes_several_replicas():
+    """The hottest expert is given in parts while it is the hottest of its rank, above the limit, and the plan short."""
+    tokens = np.full((64, 2), 5, np.int32)
+    tokens[0], tokens[1] = (100, 75), (60, 0)
+    tokens[2:, 0] -= np.arange(62, dtype=np.int32) % 2
+    limit = jnp.int32(20)
+    now = plain(jnp.asarray(tokens), 2)
+    start = OffloadChain(now, 0 * now.load + limit, 0 * now.load, 0 * now.load, jnp.int32(0), jnp.array(True))
+    for most, replicas in ((9, [0, 0, 0, 2]), (3, [0, 0, 0]), (1, [0])):
+        end = _give(start, limit, usual_way(jnp.asarray(tokens)), 128, most)
+        # The ranks with room for 11 receive first. After 3 parts of expert 0, expert 1 is the hottest of rank 0.
+        receivers = [3, 5, 7, 9][: len(replicas)]
+        assert np.asarray(end.now.expert)[receivers, 0].tolist() == replicas
+        assert int(end.number) == len(replicas) == int((end.now.expert >= 0).sum())
+        assert np.asarray(end.now.tokens)[receivers, 0].tolist() == [11] * len(replicas)
+        assert int(end.now.load.sum()) == tokens.sum() == int(end.now.left.sum() + end.now.tokens.sum())
 
 
 @pytest.mark.thorough
