@@ -44,6 +44,7 @@ from jax_moe_lb import (
     sim,
     systems,
     transport,
+    use_virtual_cpu_devices,
 )
 from jax_moe_lb.aot import LayerSizes, Target
 from jax_moe_lb.cli import main
@@ -334,6 +335,7 @@ def planned(counts, slots=None):
 
 
 COUNTS = np.ones((2, 4), np.int32)
+HALF = jnp.ones((2, 8, 4), jnp.bfloat16)
 FSDP = make_mesh((2, 2), ("data", "expert"))
 ROUTERS = [TopK(17), routing.ForceBalanced(TopK(17)), routing.NoisyTopK(TopK(17)), routing.HashRouter(17)]
 ROUTERS += [routing.ExpertChoice(17, 20), TopK(9, group_limit=routing.GroupLimit(2, 1))]
@@ -344,7 +346,10 @@ REFUSED = [
     (partial(a_layer, router=TopK(1, group_limit=routing.GroupLimit(3, 1))), "router.num_g"),
     (partial(a_layer, router=lambda x: x), "router is <function"),
     (partial(a_layer, router=TopK), "router is the class TopK; expected an instance"),
-    (partial(a_layer, router=2), "router is 2; expected a function"),
+    (
+        partial(a_layer, router=2),
+        "router is 2; expected a function of logits, bias and token properties, such as TopK(2)",
+    ),
     (partial(a_call, router=lambda x, b, i: x), "router returned "),
     (
         partial(a_call, router=lambda x, b, i: routing.Routing(jnp.zeros((1, 1), int), jnp.ones((1, 1)), x, x)),
@@ -365,6 +370,14 @@ REFUSED = [
     (partial(a_call, mask=[True] * 64), "mask is [True, True"),
     (partial(a_call, token_ids=jnp.ones(63, int)), "token_ids has shape (63,); expected [64]"),
     (partial(a_call, token_ids=jnp.ones(64)), "token_ids has dtype float32; expected integers"),
+    (partial(a_call, experts=[[0, 1]] * 64), "experts is [[0, 1], [0, 1]"),
+    (partial(a_call, experts=jnp.ones((64, 2))), "experts has dtype float32; expected integers"),
+    (partial(a_call, experts=jnp.ones((63, 2), int)), "experts has shape (63, 2); expected [64, K]"),
+    (partial(a_call, experts=jnp.ones((64, 3), int)), "experts has K = 3; expected 2, as the router"),
+    (
+        partial(a_call, experts=jnp.ones((64, 2), int), weights=jnp.ones(64)),
+        "weights has shape (64,); expected [64, K]",
+    ),
     (partial(a_call, key=0), "key is 0; expected a random key"),
     (partial(a_call, key=jnp.ones(2)), "key is Array"),
     (partial(a_layer, topology=Topology.flat(4)), "topology has no expert_axes; expected one made by"),
@@ -404,6 +417,15 @@ REFUSED = [
         partial(a_rank, params=lambda: MoEParams(jnp.ones((8, 4)), Experts(jnp.ones((2, 5, 4)), jnp.ones((2, 4, 5))))),
         "x has width 8 and experts.up 5; expected 8, as in the router's kernel",
     ),
+    (
+        partial(a_rank, params=lambda: MoEParams(jnp.ones((8, 4)), Experts(HALF, HALF.mT))),
+        "params.experts.up has dtype bfloat16; expected float32, as x",
+    ),
+    (partial(a_rank, x=jnp.ones((2, 8, 8))), "x has shape (2, 8, 8); expected [T, H]"),
+    (
+        partial(a_rank, tokens=lambda: TokenInfo(experts=jnp.ones((16, 2)))),
+        "tokens.experts has dtype float32; expected",
+    ),
     (partial(a_rank, tokens=lambda: TokenInfo(jnp.ones(15, bool))), "mask has shape (15,); expected [16"),
     (partial(a_rank, tokens=lambda: TokenInfo(jnp.ones(16))), "mask has dtype float32; expected bool"),
     (partial(a_rank, tokens=lambda: TokenInfo(ids=jnp.ones(16))), "tokens.ids has dtype float32; expected"),
@@ -412,6 +434,10 @@ REFUSED = [
         partial(a_rank, in_specs=PartitionSpec(("expert", "tensor"))),
         "x differs between shards of ['tensor']; expected equal tokens",
     ),
+    (lambda: Topology.from_mesh(8), "mesh is 8; expected an instance of Mesh"),
+    (lambda: Topology.flat("8"), "num_ranks is '8'; expected an integer"),
+    (lambda: use_virtual_cpu_devices("8"), "num_devices is '8'; expected an integer"),
+    (lambda: ExpertConfig(8, jax.nn.silu), "experts.activation is <PjitFunction of"),
     (partial(planned, COUNTS * 0.5), "counts has dtype float64; expected integers"),
     (partial(planned, COUNTS > 0), "counts has dtype bool; expected integers"),
     (partial(planned, COUNTS.tolist()), "counts is [[1, 1, 1, 1], [1, 1, 1, 1]]; expected an array"),

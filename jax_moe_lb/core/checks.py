@@ -6,6 +6,7 @@ annotation may bound a number: `Count`, `Positive` and `NonNegative`, or `Annota
 """
 
 import functools
+import inspect
 import sys
 import types
 import typing
@@ -100,6 +101,17 @@ def check_value(argument: str, value: object, kind: Any) -> None:
     raise error(f"{argument} is {shown(value)}; expected {expected(kind)}")
 
 
+def accepts(function: Callable[..., Any], number: int) -> bool:
+    """Return whether a function can be called with a number of positional arguments."""
+    try:
+        inspect.signature(function).bind(*[None] * number)
+    except TypeError:
+        return False
+    except ValueError:  # A function compiled to C may have no signature.
+        return True
+    return True
+
+
 def check_integer(argument: str, value: Any) -> None:
     """Check a count that fits int32."""
     check_value(argument, value, int)
@@ -113,7 +125,9 @@ def check_array(argument: str, value: object, shape: tuple[Any, ...], kind: Any)
         raise TypeError(f"{argument} is {shown(value)}; expected an array")
     sizes = shape[1:] if shape[:1] == (...,) else shape
     inner = value.shape[len(value.shape) - len(sizes) :] if sizes is not shape else value.shape
-    if len(inner) != len(sizes) or any(size not in (None, found) for size, found in zip(sizes, inner, strict=True)):
+    if len(inner) != len(sizes) or any(
+        isinstance(size, int) and size != found for size, found in zip(sizes, inner, strict=True)
+    ):
         text = ", ".join("..." if size is ... else "any" if size is None else str(size) for size in shape)
         raise ValueError(f"{argument} has shape {value.shape}; expected [{text}]")
     if not jnp.issubdtype(value.dtype, kind):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from jax_moe_lb.core.checks import checked_fields, shown
+from jax_moe_lb.core.checks import Count, NonNegative, Positive, check_value, checked_fields, shown
 from jax_moe_lb.core.torus import has_limited_routing, slice_axes, torus_warning
 from jax_moe_lb.core.types import AnyArray
 
@@ -68,19 +68,13 @@ class Level:
     """
 
     name: str
-    size: int
-    bytes_per_s: float | None = None
-    latency_s: float | None = None
+    size: Count
+    bytes_per_s: Positive | None = None
+    latency_s: NonNegative | None = None
 
     def __post_init__(self) -> None:
         if self.name not in LEVEL_NAMES:
             raise ValueError(f"Level.name is {shown(self.name)}; expected one of {LEVEL_NAMES}")
-        _require_positive(f"Level({self.name!r}).size", self.size)
-        # NaN fails every comparison, so `not ... > 0` rejects NaN, too.
-        if self.bytes_per_s is not None and not self.bytes_per_s > 0:
-            raise ValueError(f"Level({self.name!r}).bytes_per_s is {self.bytes_per_s}; expected > 0")
-        if self.latency_s is not None and not self.latency_s >= 0:
-            raise ValueError(f"Level({self.name!r}).latency_s is {self.latency_s}; expected >= 0")
 
 
 @dataclass(frozen=True)
@@ -130,12 +124,12 @@ class Topology:
     """
 
     levels: tuple[Level, ...]
-    ranks_per_domain: int
-    rails_per_node: int = 1
+    ranks_per_domain: Count
+    rails_per_node: Count = 1
     expert_axes: tuple[str, ...] = ()
     data_axes: tuple[str, ...] = ()
     tensor_axes: tuple[str, ...] = ()
-    flops_per_s: float | None = None
+    flops_per_s: Positive | None = None
     ranks_per_process: int | None = None
     processes: tuple[int, ...] = ()
     platform: str | None = None
@@ -149,15 +143,11 @@ class Topology:
         if not self.levels or order != sorted(set(order)):
             names = [level.name for level in self.levels]
             raise ValueError(f"Topology.levels are {names}; expected some of {LEVEL_NAMES}, in this order")
-        _require_positive("Topology.ranks_per_domain", self.ranks_per_domain)
-        _require_positive("Topology.rails_per_node", self.rails_per_node)
         if self.num_ranks % self.ranks_per_domain:
             raise ValueError(
                 f"Topology.ranks_per_domain is {self.ranks_per_domain}; "
                 f"expected a divisor of the {self.num_ranks} ranks"
             )
-        if self.flops_per_s is not None and not self.flops_per_s > 0:
-            raise ValueError(f"Topology.flops_per_s is {self.flops_per_s}; expected > 0")
 
     @property
     def num_ranks(self) -> int:
@@ -234,7 +224,7 @@ class Topology:
             >>> Topology.flat(16, ranks_per_domain=8).num_domains
             2
         """
-        _require_positive("num_ranks", num_ranks)
+        check_value("num_ranks", num_ranks, Count)
         return cls((Level("gpu", num_ranks),), num_ranks if ranks_per_domain is None else ranks_per_domain)
 
     @classmethod
@@ -282,6 +272,7 @@ class Topology:
             >>> topology.num_ranks, topology.ranks_per_domain, topology.data_axes
             (32, 8, ('data',))
         """
+        check_value("mesh", mesh, Mesh | AbstractMesh)
         axes = (expert_axis,) if isinstance(expert_axis, str) else tuple(expert_axis)
         if not 1 <= len(set(axes)) == len(axes) <= len(LEVEL_NAMES):
             raise ValueError(f"expert_axis is {expert_axis!r}; expected one to three distinct mesh axes")
@@ -368,14 +359,9 @@ def _processes_by_group(devices: np.ndarray, names: tuple[str, ...], axes: tuple
 def _per_axis(name: str, values: tuple[float, ...] | None, axes: tuple[str, ...]) -> tuple[float | None, ...]:
     if values is None:
         return (None,) * len(axes)
-    if len(values) != len(axes):
-        raise ValueError(f"{name} has {len(values)} values; expected one per expert axis {axes}")
+    if not isinstance(values, tuple | list) or len(values) != len(axes):
+        raise ValueError(f"{name} is {shown(values)}; expected a tuple with a value for each of the axes {axes}")
     return tuple(values)
-
-
-def _require_positive(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{name} is {value}; expected at least 1")
 
 
 def _warn_of_torus(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> None:

@@ -4,6 +4,8 @@ import os
 
 import jax
 
+from jax_moe_lb.core.checks import check_integer
+
 SCHEDULER_FLAG = "xla_cpu_enable_concurrency_optimized_scheduler"
 
 
@@ -23,6 +25,7 @@ def use_virtual_cpu_devices(num_devices: int) -> None:
 
     Raises:
         RuntimeError: the backend is already initialized.
+        ValueError: `num_devices` is below 1.
 
     Examples:
         Before the first JAX computation:
@@ -33,6 +36,7 @@ def use_virtual_cpu_devices(num_devices: int) -> None:
         >>> len(jax.devices("cpu"))  # doctest: +SKIP
         8
     """
+    check_integer("num_devices", num_devices)
     # jax.config has no option for this flag. XLA reads the variable when the backend starts.
     flags = os.environ.get("XLA_FLAGS", "")
     if SCHEDULER_FLAG not in flags:

@@ -1,8 +1,6 @@
 """Checks of the arguments of `moe` and `nn.MoE`: errors of one line, before anything is traced."""
 
-import inspect
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.core.checks import check_array, check_value, shown
+from jax_moe_lb.core.checks import accepts, check_array, check_value, shown
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.manual_axes import varying_axes
 from jax_moe_lb.core.topology import Topology
@@ -43,17 +41,12 @@ def check_system(system: Any) -> None:
 
 def check_router(router: RouterFunction, num_experts: int) -> None:
     """Check that a router is a function of three arguments, with at most as many experts per token as there are."""
-    check_value("router", router, Callable)
     if isinstance(router, type):
         raise TypeError(f"router is the class {router.__name__}; expected an instance, such as TopK(2)")
-    try:
-        inspect.signature(router).bind(None, None, None)
-    except TypeError as error:
+    if not callable(router) or not accepts(router, 3):
         raise TypeError(
             f"router is {shown(router)}; expected a function of logits, bias and token properties, such as TopK(2)"
-        ) from error
-    except ValueError:  # A function compiled to C may have no signature.
-        return
+        )
     per_token = getattr(router, "num_experts_per_tok", 1)
     if isinstance(per_token, int) and per_token > num_experts:
         raise ValueError(f"router.num_experts_per_tok is {per_token}; expected at most {num_experts}, all experts")
@@ -88,6 +81,13 @@ def check_tokens(x: Any, shape: tuple[Any, ...], mask: Any, ids: Any, key: Any, 
         raise TypeError(f"key is {shown(key)}; expected a random key, such as jax.random.key(0)")
 
 
+def check_given(shape: tuple[int, ...], experts: Any, weights: Any, prefix: str = "") -> None:
+    """Check given experts and weights of tokens."""
+    for name, value, kind in (("experts", experts, jnp.integer), ("weights", weights, jnp.floating)):
+        if value is not None:
+            check_array(f"{prefix}{name}", value, (*shape, "K"), kind)
+
+
 def is_key(array: Array) -> bool:
     """Return whether an array is a typed random key."""
     return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
@@ -104,9 +104,12 @@ def check_arguments(
     """Check the arguments of `moe` against each other."""
     check_parameters(params, router_options(router), topology, migrate.domains.domain_size if migrate else 1)
     check_router(router, params.router.shape[1])
-    check_tokens(x, (None, None), tokens.mask, tokens.ids, tokens.key, "tokens.ids")
+    check_tokens(x, ("T", "H"), tokens.mask, tokens.ids, tokens.key, "tokens.ids")
+    check_given(x.shape[:1], tokens.experts, tokens.weights, "tokens.")
     if x.dtype not in TOKEN_DTYPES:
         raise ValueError(f"x has dtype {x.dtype}; expected bfloat16, float32 or float64")
+    if params.experts.up.dtype != x.dtype:
+        raise ValueError(f"params.experts.up has dtype {params.experts.up.dtype}; expected {x.dtype}, as x")
     width, experts_width = params.router.shape[0], params.experts.up.shape[1]
     if x.shape[1] != width or experts_width != width:
         raise ValueError(

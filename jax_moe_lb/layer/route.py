@@ -64,7 +64,7 @@ def route(
     return checkpoint_name(routing, ROUTING_NAME)
 
 
-def as_int32(ids: Integer[Array, "T K"]) -> Int[Array, "T K"]:
+def as_int32(ids: Integer[Array, "*shape"]) -> Int[Array, "*shape"]:
     """Convert expert ids of any integer dtype; ids out of range stay so."""
     if ids.dtype == jnp.int32:
         return ids
@@ -81,8 +81,8 @@ def with_given(
 ) -> Routing:
     """Return the routing with the given experts, if a token has some."""
     for name, value in (("experts", given), ("weights", weights)):
-        if value is not None and value.shape != routing.experts.shape:
-            raise ValueError(f"{name} has shape {value.shape}; expected {routing.experts.shape}, as the router's")
+        if value is not None and value.shape[1] != routing.experts.shape[1]:
+            raise ValueError(f"{name} has K = {value.shape[1]}; expected {routing.experts.shape[1]}, as the router")
     is_given = jnp.any(given != NO_EXPERT, 1, keepdims=True)
     experts = jnp.where(is_given, given, routing.experts)
     is_copy = experts != NO_EXPERT

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_moe_lb.core.checks import check_integer, checked_dtype, checked_fields
+from jax_moe_lb.core.checks import accepts, check_integer, checked_dtype, checked_fields, shown
 from jax_moe_lb.core.experts import Activation, Experts, dense_ffn
 from jax_moe_lb.core.types import DType, wide_dtype
 from jax_moe_lb.layer.arguments import TOKEN_DTYPES
@@ -49,6 +49,9 @@ class ExpertConfig:
 
     def __post_init__(self) -> None:
         check_integer("experts.hidden_dim", self.hidden_dim)
+        if self.activation is not None and not accepts(self.activation, 1 + self.gated):
+            expected = "gate and up, as gated is True" if self.gated else "up, as gated is False"
+            raise TypeError(f"experts.activation is {shown(self.activation)}; expected a function of {expected}")
         if self.fuse_gate_up and not self.gated:
             raise ValueError("experts.fuse_gate_up is True; expected False or None if experts.gated is False")
 

@@ -14,8 +14,10 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
-from jax_moe_lb.core.checks import check_integer
+from jax_moe_lb.core.checks import check_array, check_integer
 from jax_moe_lb.core.types import Axes, iota
+from jax_moe_lb.layer.arguments import check_given
+from jax_moe_lb.layer.route import as_int32
 from jax_moe_lb.routing.routers import NO_EXPERT
 
 Split = tuple[Axes, ...]
@@ -154,7 +156,7 @@ class GivenTokens(NamedTuple):
             "mask": layout.enter(mask),
             "ids": layout.enter(_as_int32(self.token_ids)),
             "segments": layout.enter(segments, fill=-1),
-            "experts": layout.enter(_as_int32(self.experts), fill=NO_EXPERT),
+            "experts": layout.enter(None if self.experts is None else as_int32(self.experts), fill=NO_EXPERT),
             "weights": layout.enter(self.weights),
         }
         return info, number
@@ -171,12 +173,9 @@ class GivenTokens(NamedTuple):
         return jnp.where(inside, first + self.segments.astype(jnp.int32), -1), rows * per_row
 
     def _check(self, shape: tuple[int, ...]) -> None:
-        for name, value in self._asdict().items():
-            if isinstance(value, int | None):
-                continue
-            expected = (*shape, *value.shape[-1:]) if name in ("experts", "weights") else shape
-            if value.shape != expected:
-                raise ValueError(f"{name} has shape {value.shape}; expected {expected}, as x")
+        check_given(shape, self.experts, self.weights)
+        if self.segments is not None:
+            check_array("segments", self.segments, shape, jnp.integer)
         for name, other in (("segments", "num_segments"), ("num_segments", "segments"), ("weights", "experts")):
             if getattr(self, name) is not None and getattr(self, other) is None:
                 raise ValueError(f"{other} is None; expected a value with {name}")

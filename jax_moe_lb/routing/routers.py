@@ -308,7 +308,8 @@ class TopK(Router):
         limit = self.group_limit
         reach = num_experts if limit is None else num_experts // limit.num_groups * limit.top_groups
         if self.num_experts_per_tok > reach:
-            raise ValueError(f"num_experts_per_tok is {self.num_experts_per_tok}; expected at most {reach}")
+            chosen = f"the experts of {limit.top_groups} groups" if limit else "all experts"
+            raise ValueError(f"num_experts_per_tok is {self.num_experts_per_tok}; expected at most {reach}, {chosen}")
 
     def with_experts(
         self, logits: Logits, experts: Int[Array, "T K"], chosen: Bool[Array, "T K"] | None = None
