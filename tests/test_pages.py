@@ -205,8 +205,8 @@ def test_commands_that_are_none_are_found(words):
     assert problem(words)
 
 
-OF_JAX = {"Number of devices 1", "jax_num_cpu_devices config", "attempt to get argmin"}
-"""Prefixes of messages from JAX."""
+OF_JAX = {"Number of devices 1", "jax_num_cpu_devices config", "attempt to get argmin", "Cannot mutate"}
+"""Prefixes of messages from JAX and Flax."""
 
 
 def test_the_messages_of_troubleshooting_exist():
