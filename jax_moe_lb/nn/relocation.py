@@ -20,6 +20,7 @@ from jax_moe_lb.core.experts import LOGICAL_AXES
 from jax_moe_lb.core.types import AnyArray
 from jax_moe_lb.core.validation import checked_permutation
 from jax_moe_lb.nn.moe import MoE
+from jax_moe_lb.nn.sharding import explicit_sharding
 from jax_moe_lb.nn.variables import BalancerState, CodecState, GradientResidual
 
 Params = TypeVar("Params")
@@ -95,7 +96,7 @@ def relocate(params: Params, opt_state: OptState, permutation: Int[AnyArray, "la
             raise ValueError(
                 f"{'.'.join(path)} has shape {list(leaf.shape)}; expected {list(shapes[owner])}, as its parameter"
             )
-        return leaf[orders[owner]]
+        return _reordered(leaf, orders[owner])
 
     def moved_params(key_path: KeyPath, leaf: Any) -> Any:
         path = _names(key_path)
@@ -104,9 +105,16 @@ def relocate(params: Params, opt_state: OptState, permutation: Int[AnyArray, "la
         if path[-1] == HOMES:
             # The argsort of a permutation is its inverse: it maps old places to new ones.
             return jnp.argsort(orders[path]).astype(leaf.dtype)[leaf]
-        return leaf[orders[path]]
+        return _reordered(leaf, orders[path])
 
     return jax.tree.map_with_path(moved_params, params), jax.tree.map_with_path(moved_state, opt_state)
+
+
+def _reordered(leaf: Any, order: Any) -> Any:
+    """Return a leaf in another order of the experts, with the same sharding."""
+    # On Explicit axes JAX does not choose the sharding of a gather over a sharded axis.
+    sharding = explicit_sharding(leaf)
+    return leaf[order] if sharding is None else leaf.at[order].get(out_sharding=sharding)
 
 
 def expert_bytes(params: PyTree, opt_state: PyTree) -> int:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.stats import Stats
 from jax_moe_lb.core.topology import Topology
-from jax_moe_lb.core.types import DType, State
+from jax_moe_lb.core.types import AnyArray, DType, State
 from jax_moe_lb.layer.moe import MoEParams, MoEState, moe
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.nn.tokens import TokenLayout, axis_names, place
@@ -238,7 +238,7 @@ def _place_by(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree.map(lambda leaf, spec: place(leaf, NamedSharding(mesh, spec), mesh), tree, specs)
 
 
-def explicit_sharding(array: Array) -> NamedSharding | None:
+def explicit_sharding(array: AnyArray) -> NamedSharding | None:
     """Return the sharding of an array over Explicit axes; `None` if the mesh has no such axes."""
     sharding = jax.typeof(array).sharding
     return sharding if AxisType.Explicit in sharding.mesh.axis_types else None

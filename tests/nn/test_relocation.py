@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_moe_lb import Losses, TopK, Topology, plain, relocate, router_loss
 from jax_moe_lb.balancers.eplb import EPLB
@@ -100,6 +101,16 @@ def test_only_leaves_of_experts_move():
     assert new_params["dense"]["up"] is params["dense"]["up"]
     # Up and down of 15 float64 each, in the parameters and in one moment.
     assert expert_bytes(params, opt_state) == 2 * 2 * 15 * 8
+
+
+def test_experts_on_explicit_axes_keep_their_sharding():
+    sharding = NamedSharding(make_mesh((4,), ("expert",), AxisType.Explicit), PartitionSpec("expert"))
+    up, order = np.arange(60.0, dtype=np.float32).reshape(4, 3, 5), np.array([[2, 0, 3, 1]], np.int32)
+    moved = [relocate(tree(up=jax.device_put(up, sharding)), (), order)[0]]
+    moved.append(jax.jit(relocate)(tree(up=jax.device_put(up, sharding)), (), order)[0])
+    for params in moved:
+        np.testing.assert_array_equal(params["moe"]["up"], up[order[0]])
+        assert params["moe"]["up"].sharding.spec[0] == "expert"
 
 
 def without_homes():
