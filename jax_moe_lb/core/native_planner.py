@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_moe_lb.core.manual_axes import vary_alike
-from jax_moe_lb.core.types import Placement, Quota, saturated
+from jax_moe_lb.core.types import Placement, Quota, as_int32
 
 
 @dataclass(frozen=True)
@@ -39,4 +39,4 @@ class NativePlanner:
 def alike(*arrays: Any) -> tuple[jax.Array, ...]:
     """Return the arrays as int32, varying over the union of the mesh axes."""
     # Operands of a custom call and the carry of a loop require equal axes.
-    return vary_alike([jnp.asarray(saturated(array), jnp.int32) for array in arrays])
+    return vary_alike([jnp.asarray(as_int32(array)) for array in arrays])

@@ -137,8 +137,10 @@ def pytree(cls: type[PytreeT]) -> type[PytreeT]:
     return made
 
 
-def saturated(array: Any) -> Any:
-    """Clip integers wider than 32 bits to the int32 range."""
-    # Later checks then reject an oversized value instead of its wrapped remainder.
-    # A plain conversion to int32 silently drops the upper 32 bits.
-    return array.clip(-(2**31), 2**31 - 1) if array.dtype.itemsize > 4 else array
+def as_int32(array: Any) -> Any:
+    """Convert integers of any dtype to int32; those out of range become its nearest number."""
+    # Later checks then reject an oversized value. A plain conversion would silently drop the upper bits.
+    if not np.can_cast(array.dtype, np.int32):
+        given, wanted = jnp.iinfo(array.dtype), jnp.iinfo(np.int32)
+        array = array.clip(max(given.min, wanted.min), min(given.max, wanted.max))
+    return array.astype(np.int32)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Int
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.split import Split, rows_of_all
 from jax_moe_lb.core.topology import check_domain, check_total, home_experts_per_rank
-from jax_moe_lb.core.types import AnyArray, Counts, host_iota, iota, namespace, saturated
+from jax_moe_lb.core.types import AnyArray, Counts, as_int32, host_iota, iota, namespace
 
 
 def check_counts(counts: AnyArray) -> None:
@@ -93,7 +93,7 @@ def is_legal(plan: Plan, counts: Counts, dynamic: Bool[Array, "E"] | None = None
     """Return the plan in int32, and whether `check_plan` accepts it, excluding the check of rails."""
     # It runs inside a program; the arguments are those of `check_plan`.
     _check_shapes(plan, counts.shape)
-    plan = jax.tree.map(lambda leaf: jnp.asarray(saturated(leaf), jnp.int32), plan)
+    plan = jax.tree.map(lambda leaf: jnp.asarray(as_int32(leaf)), plan)
     return plan, jnp.stack([~broken.any() for broken, _ in _rules(plan, counts, dynamic, jnp)]).all()
 
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int, Integer
+from jaxtyping import Array, Float, Int
 
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.topology import Topology
-from jax_moe_lb.core.types import Tokens, iota
+from jax_moe_lb.core.types import Tokens, as_int32, iota
 from jax_moe_lb.layer.arguments import check_routing
 from jax_moe_lb.routing.logits import router_logits
 from jax_moe_lb.routing.routers import (
@@ -62,14 +62,6 @@ def route(
     routing = vary_like(routing, logits)
     routing = routing if info.mask is None else mask_tokens(routing, info.mask)
     return checkpoint_name(routing, ROUTING_NAME)
-
-
-def as_int32(ids: Integer[Array, "*shape"]) -> Int[Array, "*shape"]:
-    """Convert expert ids of any integer dtype; ids out of range stay so."""
-    if ids.dtype == jnp.int32:
-        return ids
-    given, wanted = jnp.iinfo(ids.dtype), jnp.iinfo(jnp.int32)
-    return jnp.clip(ids, max(given.min, wanted.min), min(given.max, wanted.max)).astype(jnp.int32)
 
 
 def with_given(

@@ -15,9 +15,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
 from jax_moe_lb.core.checks import check_array, check_integer
-from jax_moe_lb.core.types import Axes, iota
+from jax_moe_lb.core.types import Axes, as_int32, iota
 from jax_moe_lb.layer.arguments import check_given
-from jax_moe_lb.layer.route import as_int32
 from jax_moe_lb.routing.routers import NO_EXPERT
 
 Split = tuple[Axes, ...]

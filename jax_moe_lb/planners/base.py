@@ -31,7 +31,7 @@ from jax_moe_lb.core.custom_calls import (
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.native_planner import NativePlanner, alike
 from jax_moe_lb.core.topology import check_domain, home_experts_per_rank
-from jax_moe_lb.core.types import Placement, Quota, host_iota, iota, pytree, saturated
+from jax_moe_lb.core.types import Placement, Quota, as_int32, host_iota, iota, pytree
 
 ILLEGAL = -1
 """Value of all entries of a failed plan; invalid as a quota, bin or home expert."""
@@ -121,7 +121,7 @@ def is_on_host(*arrays: object) -> bool:
 def plan_on_host(name: str, *args: np.ndarray, **options: Any) -> Any:
     """Call the planner `name` of `jax_moe_lb._planning` on NumPy arrays."""
     planner = getattr(importlib.import_module(PLANNING_MODULE), name)
-    return planner(*(np.asarray(saturated(array), np.int32) for array in args), **options)
+    return planner(*map(as_int32, args), **options)
 
 
 def plan_call(name: str, results: tuple[Any, ...], *args: jax.Array, **attributes: Any) -> tuple[jax.Array, ...]:

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Buffers, TopK, Topology, exact, feplb, greedy, plain, rails
-from jax_moe_lb.layer.route import as_int32
+from jax_moe_lb.core.types import as_int32
 from jax_moe_lb.transport import Saved
 from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 
