@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_moe_lb.core.checks import NonNegative, checked_fields
+from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, TokenMask
-from jax_moe_lb.routing.routers import NO_EXPERT, Logits, Routing, TokenInfo
+from jax_moe_lb.routing.routers import Logits, Routing, TokenInfo
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class Losses:
             routing: routing of this rank's tokens.
             counts: `[R, E]`, the token copies routed from each rank of the group to each expert.
             topology: topology of the layer.
-            tokens: properties of this rank's tokens, with `segments` and `num_segments` for `sequence`. A segment may
-                span ranks and groups; its loss covers all tokens.
+            tokens: properties of this rank's tokens: the `mask` of padding, and `segments` and `num_segments` for
+                `sequence`. A segment may span ranks and groups; its loss covers all tokens.
 
         Returns:
             Scalar of the dtype of `routing.scores`; 0 if all coefficients are 0.
@@ -80,7 +81,10 @@ class Losses:
         """
         axes = topology.expert_axes
         total = jnp.zeros((), routing.scores.dtype)
-        active = (routing.experts != NO_EXPERT).any(1)
+        # All tokens but padding, also those without an expert, as of `ExpertChoice`.
+        active = vary_like(
+            jnp.ones(routing.scores.shape[:1], bool) if tokens.mask is None else tokens.mask, routing.scores
+        )
         if self.switch:
             # The counts cover the whole group exactly, so the fraction needs no collective.
             fraction = counts.sum(0).astype(total.dtype) / jnp.maximum(counts.sum(), 1).astype(total.dtype)
@@ -90,7 +94,7 @@ class Losses:
             if segments is None or number is None:
                 name = "segments" if segments is None else "num_segments"
                 raise ValueError(f"{name} is None; expected the segments of the tokens, for Losses.sequence")
-            mean = segment_loss(routing, segments, number, axes, topology.data_axes)
+            mean = segment_loss(routing, active, segments, number, axes, topology.data_axes)
             total += self.sequence * mean
         if not self.z:
             return total, None
@@ -106,6 +110,7 @@ def switch_loss(fraction: Float[Array, "*B E"], probability: Float[Array, "*B E"
 
 def segment_loss(
     routing: Routing,
+    active: TokenMask,
     segments: Int[Array, "T"],
     num_segments: int,
     axes: tuple[str, ...] = (),
@@ -118,7 +123,7 @@ def segment_loss(
     if not num_segments:
         # A mean over no segments would be NaN.
         return jnp.zeros((), scores.dtype)
-    num_experts, active = scores.shape[1], (experts != NO_EXPERT).any(1, keepdims=True)
+    num_experts, active = scores.shape[1], active[:, None]
     # Map negative numbers past the end, to drop them: a negative index would count from the end.
     rows = jnp.where(segments < 0, num_segments, segments)
     columns = jnp.where(experts < 0, num_experts, experts)

@@ -20,8 +20,9 @@ from jax_moe_lb.routing.routers import NO_EXPERT, Logits, Router, Routing, Token
 
 
 def capacity(factor: float, num_copies: int, num_experts: int) -> int:
-    """Return the capacity of an expert for the copies of one rank, at least 1."""
-    return max(1, math.ceil(factor * num_copies / num_experts))
+    """Return the capacity of an expert for the copies of one rank, at least 1 and at most all of them."""
+    # A large factor may exceed int32, and the product even float64.
+    return max(1, math.ceil(min(factor * num_copies / num_experts, num_copies)))
 
 
 def within_capacity(experts: Int[Array, "T K"], num_experts: int, capacity: int) -> Int[Array, "T K"]:

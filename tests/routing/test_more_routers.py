@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_moe_lb import TokenInfo, TopK
+from jax_moe_lb import Losses, TokenInfo, TopK, router_loss
 from jax_moe_lb.routing import ExpertChoice, HashRouter, NoisyTopK
-from jax_moe_lb.routing.more_routers import within_capacity
+from jax_moe_lb.routing.more_routers import capacity, within_capacity
 from jax_moe_lb.routing.routers import NO_EXPERT, tokens_per_expert
 from tests.layer_cases import make_layer, make_mesh
 
@@ -46,6 +46,16 @@ def test_a_capacity_is_relative_to_the_copies_that_experts_choose():
     _, stats = nnx.jit(lambda layer, x: layer(x))(layer, jax.random.normal(jax.random.key(1), (32, WIDTH)))
     # Each of 8 experts chooses 2 of the 16 tokens of a rank, and serves 1.
     assert stats.counts.max() == 1
+
+
+@pytest.mark.slow
+def test_the_z_loss_includes_tokens_without_an_expert():
+    layer = make_layer(make_mesh((2,), ("expert",)), "plain", SIZES, ExpertChoice(1), losses=Losses(z=1.0))
+    x = jax.random.normal(jax.random.key(1), (32, WIDTH))
+    _, stats, experts = nnx.jit(lambda layer, x: layer(x, return_routing=True))(layer, x)
+    assert (experts == NO_EXPERT).all(1).any()
+    z = jnp.square(jax.nn.logsumexp(x @ layer.kernel[...], 1))
+    assert router_loss(stats) == pytest.approx(float(z.mean()), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -92,6 +102,11 @@ def dropped(experts, limit):
             if e != NO_EXPERT and room[e] <= limit:
                 kept[t, k] = e
     return kept
+
+
+@pytest.mark.parametrize("factor", [100.0, 1e10, 1e308])
+def test_a_capacity_is_at_most_all_copies(factor):
+    assert capacity(factor, 128, 8) == 128
 
 
 @pytest.mark.parametrize("limit", [1, 3, 100])
