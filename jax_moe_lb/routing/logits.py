@@ -10,6 +10,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.lax import DotAlgorithmPreset, Precision
 from jaxtyping import Array, Float
 
@@ -25,7 +26,8 @@ def router_logits(x: Tokens, kernel: Float[Array, "H E"]) -> Float[Array, "T E"]
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _product(left: Float[Array, "M K"], right: Float[Array, "K N"], dtype: DType) -> Float[Array, "M N"]:
-    wide = jnp.promote_types(wide_dtype(left), wide_dtype(right))
+    # Strict dtype promotion forbids `jnp.promote_types` of float32 and float64.
+    wide = np.promote_types(wide_dtype(left), wide_dtype(right))
 
     def at(precision: Precision | DotAlgorithmPreset, left: Array, right: Array) -> Array:
         return jnp.matmul(left.astype(wide), right.astype(wide), precision=precision).astype(dtype)

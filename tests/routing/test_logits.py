@@ -119,10 +119,15 @@ def loss(x, kernel, logits=router_logits):
     return jnp.sin(logits(x, kernel)).sum()
 
 
-@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float32")])
-def test_gradients_are_those_of_the_float32_product(dtypes):
+@pytest.mark.parametrize(
+    "dtypes",
+    [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float32"), ("float64", "float32")],
+)
+def test_gradients_are_those_of_the_product_in_float32_or_wider(dtypes, x64):
+    wide = "float64" if "float64" in dtypes else "float32"
+
     def product(x, kernel):
-        return jnp.matmul(x.astype(jnp.float32), kernel.astype(jnp.float32), precision="highest")
+        return jnp.matmul(x.astype(wide), kernel.astype(wide), precision="highest")
 
     got = jax.jit(jax.grad(loss, (0, 1)))(*operands(*dtypes))
     want = jax.jit(jax.grad(lambda *both: loss(*both, product), (0, 1)))(*operands(*dtypes))
