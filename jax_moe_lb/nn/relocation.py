@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 from jaxtyping import Int, PyTree
 
+from jax_moe_lb.core.checks import check_array
 from jax_moe_lb.core.experts import LOGICAL_AXES
 from jax_moe_lb.core.types import AnyArray
 from jax_moe_lb.core.validation import checked_permutation
@@ -73,17 +74,16 @@ def relocate(params: Params, opt_state: OptState, permutation: Int[AnyArray, "la
     if not layers:
         raise ValueError("params have no MoE layer; expected kernel, up and down beside each other")
     num_experts = shapes[(*layers[0], "kernel")][1]
-    if permutation.shape != (len(layers), num_experts):
-        raise ValueError(
-            f"permutation has shape {list(permutation.shape)}; "
-            f"expected {[len(layers), num_experts]}, of the layers and their experts"
-        )
+    check_array("permutation", permutation, (len(layers), num_experts), jnp.integer)
     if not isinstance(permutation, jax.core.Tracer):
         checked_permutation("permutation", permutation, permutation.shape)
     orders: dict[Path, Any] = {}
     for layer, order in zip(layers, permutation, strict=True):
+        name, own = ".".join(layer) or "params", shapes[(*layer, "kernel")][1]
         if (*layer, HOMES) not in shapes:
-            raise ValueError(f"{'.'.join(layer)} has no homes; expected an MoE whose system has relocates=True")
+            raise ValueError(f"{name} has no homes; expected an MoE whose system has relocates=True")
+        if own != num_experts:
+            raise ValueError(f"{name} has {own} experts; expected {num_experts}, as the first layer")
         orders |= {(*layer, name): order for name in (*WEIGHTS, HOMES) if (*layer, name) in shapes}
 
     def moved_state(key_path: KeyPath, leaf: Any) -> Any:
@@ -152,7 +152,7 @@ def _layers(tree: PyTree) -> Iterator[Path]:
     shapes = _shapes(tree)
     for path, shape in shapes.items():
         layer, up, down = path[:-1], shapes.get((*path[:-1], "up")), shapes.get((*path[:-1], "down"))
-        if path[-1:] == ("kernel",) and up and down and len(up) == len(down) == 3 and shape[1] == up[0] == down[0]:
+        if path[-1:] == ("kernel",) and up and down and len(up) == len(down) == 3 and shape[1:] == up[:1] == down[:1]:
             yield layer
 
 

@@ -92,6 +92,7 @@ def tree(**changes):
 def test_only_leaves_of_experts_move():
     order = np.array([[2, 0, 3, 1]], np.int32)
     params = tree(up=np.arange(60.0).reshape(4, 3, 5)) | {"dense": {"kernel": np.ones((3, 4)), "up": np.ones((4, 4))}}
+    params["norm"] = tree(kernel=np.ones(3))["moe"]
     opt_state = {"mu": tree(up=params["moe"]["up"] + 1), "count": np.ones(4), "up": np.arange(4.0)}
     new_params, new_state = relocate(params, opt_state, order)
     np.testing.assert_array_equal(new_params["moe"]["up"], params["moe"]["up"][order[0]])
@@ -120,9 +121,14 @@ def without_homes():
 
 
 ORDER = np.arange(4, dtype=np.int32)[None]
+SIZES = {
+    "a": tree()["moe"],
+    "b": tree(kernel=np.zeros((3, 8)), up=np.zeros((8, 3, 5)), down=np.zeros((8, 5, 3)))["moe"],
+}
 REFUSED = {
     "no layer": ({"dense": {"kernel": np.ones((3, 4))}}, {}, ORDER, "params have no MoE layer; expected"),
-    "layers": (tree(), {}, np.tile(ORDER, (2, 1)), r"permutation has shape \[2, 4\]; expected \[1, 4\]"),
+    "layers": (tree(), {}, np.tile(ORDER, (2, 1)), r"permutation has shape \(2, 4\); expected \[1, 4\]"),
+    "sizes": (SIZES, {}, np.tile(ORDER, (2, 1)), "b has 8 experts; expected 4, as the first layer"),
     "homes": (without_homes(), {}, ORDER, "moe has no homes; expected an MoE whose system has relocates=True"),
     "twice": (tree(), {}, ORDER // 2, "permutation of layer 0 has 0 2 times; expected a permutation of 0 to 3"),
     "factored": (tree(), {"v_row": {"moe": {"up": np.ones((4, 3))}}}, ORDER, r"v_row.moe.up has shape \[4, 3\]; exp"),
