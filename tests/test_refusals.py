@@ -330,6 +330,20 @@ def a_rank(in_specs=PartitionSpec("expert"), around=True, **changes):
     return jax.eval_shape(jax.shard_map(one_rank, mesh=mesh, in_specs=specs, out_specs=in_specs), *args)
 
 
+def with_experts(dtype=jnp.float32, **shapes):
+    """Return the parameters of a rank with arrays of experts of other shapes."""
+    arrays = {name: jnp.ones(shape) for name, shape in ({"up": (2, 8, 4), "down": (2, 4, 8)} | shapes).items()}
+    return MoEParams(jnp.ones((8, 4)), Experts(**jax.tree.map(lambda array: array.astype(dtype), arrays)))
+
+
+@dataclasses.dataclass
+class Unhashable:
+    """Router that is compared by fields, and not frozen."""
+
+    def __call__(self, logits, bias, info):
+        return TopK(2)(logits, bias, info)
+
+
 def planned(counts, slots=None):
     return core.plain_plan(counts, Topology.flat(2), slots)
 
@@ -346,10 +360,8 @@ REFUSED = [
     (partial(a_layer, router=TopK(1, group_limit=routing.GroupLimit(3, 1))), "router.num_g"),
     (partial(a_layer, router=lambda x: x), "router is <function"),
     (partial(a_layer, router=TopK), "router is the class TopK; expected an instance"),
-    (
-        partial(a_layer, router=2),
-        "router is 2; expected a function of logits, bias and token properties, such as TopK(2)",
-    ),
+    (partial(a_layer, router=2), "router is 2; expected a function"),
+    (partial(a_layer, router=Unhashable()), "router is Unhashable(); expected a hashable function"),
     (partial(a_call, router=lambda x, b, i: x), "router returned "),
     (
         partial(a_call, router=lambda x, b, i: routing.Routing(jnp.zeros((1, 1), int), jnp.ones((1, 1)), x, x)),
@@ -380,6 +392,17 @@ REFUSED = [
     ),
     (partial(a_call, key=0), "key is 0; expected a random key"),
     (partial(a_call, key=jnp.ones(2)), "key is Array"),
+    (partial(a_call, segments=jnp.ones(64), num_segments=1), "segments has dtype float32; expected integers"),
+    (partial(a_call, experts=jnp.ones((64, 2))), "experts has dtype float32; expected integers"),
+    (partial(a_call, experts=[[1, 2]] * 64), "experts is [[1, 2], [1, 2]"),
+    (
+        partial(a_call, experts=jnp.ones((64, 2), int), weights=jnp.ones(64)),
+        "weights has shape (64,); expected [64, any]",
+    ),
+    (
+        partial(a_call, experts=jnp.full((64, 2), 2**32 - 1, jnp.uint32)),
+        "expert ids of rank 0 include 2147483647 (32 bad ones); expected 0 to 15",
+    ),
     (partial(a_layer, topology=Topology.flat(4)), "topology has no expert_axes; expected one made by"),
     (
         partial(a_layer, topology=Topology.from_mesh(make_mesh((4,), ("other",)), "other")),
@@ -417,17 +440,29 @@ REFUSED = [
         partial(a_rank, params=lambda: MoEParams(jnp.ones((8, 4)), Experts(jnp.ones((2, 5, 4)), jnp.ones((2, 4, 5))))),
         "x has width 8 and experts.up 5; expected 8, as in the router's kernel",
     ),
+    *(
+        (
+            partial(a_rank, params=partial(with_experts, **{name: shape})),
+            f"params.experts.{name} has shape {shape}; expe",
+        )
+        for name, shape in (("down", (2, 8, 4)), ("down", (2, 4, 9)), ("down", (3, 4, 8)), ("gate", (2, 8, 3)))
+    ),
+    *(
+        (
+            partial(a_rank, params=partial(with_experts, **{name: shape})),
+            f"params.experts.{name} has shape {shape}; expe",
+        )
+        for name, shape in (("up_bias", (2, 3)), ("down_bias", (3, 8)))
+    ),
     (
-        partial(a_rank, params=lambda: MoEParams(jnp.ones((8, 4)), Experts(HALF, HALF.mT))),
+        partial(a_rank, params=partial(with_experts, dtype=jnp.bfloat16)),
         "params.experts.up has dtype bfloat16; expected float32, as x",
     ),
-    (partial(a_rank, x=jnp.ones((2, 8, 8))), "x has shape (2, 8, 8); expected [T, H]"),
-    (
-        partial(a_rank, tokens=lambda: TokenInfo(experts=jnp.ones((16, 2)))),
-        "tokens.experts has dtype float32; expected",
-    ),
-    (partial(a_rank, tokens=lambda: TokenInfo(jnp.ones(15, bool))), "mask has shape (15,); expected [16"),
-    (partial(a_rank, tokens=lambda: TokenInfo(jnp.ones(16))), "mask has dtype float32; expected bool"),
+    (partial(a_rank, tokens=lambda: TokenInfo(jnp.ones(15, bool))), "tokens.mask has shape (15,); expected [16"),
+    (partial(a_rank, tokens=lambda: TokenInfo(jnp.ones(16))), "tokens.mask has dtype float32; expected bool"),
+    (partial(a_rank, tokens=lambda: TokenInfo(position=jnp.ones(15, int))), "tokens.position has shape (15,); expect"),
+    (partial(a_rank, tokens=lambda: TokenInfo(segments=jnp.ones(15, int))), "tokens.segments has shape (15,); expect"),
+    (partial(a_rank, tokens=lambda: TokenInfo(num_segments=-1)), "tokens.num_segments is -1; expected"),
     (partial(a_rank, tokens=lambda: TokenInfo(ids=jnp.ones(16))), "tokens.ids has dtype float32; expected"),
     (partial(a_rank, router=TopK(5)), "router.num_experts_per_tok is 5; expected at most 4"),
     (
@@ -461,6 +496,12 @@ REFUSED = [
         lambda: balance(a_layer(), mesh=make_mesh((4,), ("expert",)), topology=Topology.flat(4)),
         "topology has no expert_axes; expected one made by Topology.from_mesh(mesh)",
     ),
+    (lambda: core.nearest_first(COUNTS, planned(COUNTS).quota, 2, 2), "rank is 2; expected 0 to 1"),
+    (lambda: core.nearest_first(COUNTS, planned(COUNTS).quota, 0, 3), "domain is 3; expected a divisor of the 2 ranks"),
+    (partial(Topology.from_mesh, None), "mesh is None; expected an instance of Mesh"),
+    (partial(Topology.from_mesh, FSDP, 3), "expert_axis is 3; expected names of mesh axes"),
+    (partial(Topology.from_mesh, FSDP, bytes_per_s=1e9), "bytes_per_s is 1000000000.0; expected one number per expert"),
+    (partial(systems.system_named, 3), "system is 3; expected a string"),
     (lambda: systems.exact(dispatch=3), "dispatch is 3; expected an instance of Dispatch"),
     (lambda: systems.exact(dispatch=transport.Once), "dispatch is <class"),
     (lambda: systems.exact(2, 1.25), "buffers is 1.25; expected an instance of Buffers"),

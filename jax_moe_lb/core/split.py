@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.core.topology import check_domain
 from jax_moe_lb.core.types import AnyArray, Counts, Quota, host_iota, namespace
 
 SMALL = 2**21
@@ -150,6 +151,9 @@ def nearest_first(counts: Counts, quota: Quota, rank: Rank, domain: int, split: 
     Returns:
         `[E, R]` int32; its sum over ranks is `counts[rank]`.
 
+    Raises:
+        ValueError: `rank` is no rank, or `domain` does not divide `R`.
+
     Examples:
         Of rank 0's six copies one stays, two go to rank 1 of the domain, two to rank 2 of equal offset, one to rank 3:
 
@@ -162,6 +166,10 @@ def nearest_first(counts: Counts, quota: Quota, rank: Rank, domain: int, split: 
         >>> nearest_first(counts, quota, rank=0, domain=2)[0]
         array([1, 2, 2, 1], dtype=int32)
     """
+    num_ranks = quota.shape[1]
+    check_domain(domain, num_ranks)
+    if isinstance(rank, int | np.integer) and not 0 <= rank < num_ranks:
+        raise ValueError(f"rank is {rank}; expected 0 to {num_ranks - 1}")
 
     def row(supply: Line, demand: Line, member: Rank, rule: _Rule) -> Line:
         end = _take(supply.cumsum(1, dtype=np.int32), member)

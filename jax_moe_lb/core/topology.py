@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from jax_moe_lb.core.checks import Count, NonNegative, Positive, check_value, checked_fields, shown
+from jax_moe_lb.core.checks import check_value, checked_fields, shown
 from jax_moe_lb.core.torus import has_limited_routing, slice_axes, torus_warning
 from jax_moe_lb.core.types import AnyArray
 
@@ -273,12 +273,11 @@ class Topology:
             (32, 8, ('data',))
         """
         check_value("mesh", mesh, Mesh | AbstractMesh)
-        axes = (expert_axis,) if isinstance(expert_axis, str) else tuple(expert_axis)
+        axes, tensor = _axes_named("expert_axis", expert_axis), _axes_named("tensor_axes", tensor_axes)
         if not 1 <= len(set(axes)) == len(axes) <= len(LEVEL_NAMES):
             raise ValueError(f"expert_axis is {expert_axis!r}; expected one to three distinct mesh axes")
-        tensor = (tensor_axes,) if isinstance(tensor_axes, str) else tuple(tensor_axes)
         others = tuple(axis for axis in mesh.axis_names if axis not in axes + tensor)
-        data = others if data_axes is None else (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
+        data = others if data_axes is None else _axes_named("data_axes", data_axes)
         for axis in axes:
             if axis not in mesh.axis_names:
                 raise ValueError(f"expert_axis names {axis!r}; expected an axis of the mesh, one of {mesh.axis_names}")
@@ -356,11 +355,18 @@ def _processes_by_group(devices: np.ndarray, names: tuple[str, ...], axes: tuple
     return np.moveaxis(process, order, range(-len(order), 0)).reshape(-1, ranks)
 
 
+def _axes_named(name: str, axes: str | tuple[str, ...]) -> tuple[str, ...]:
+    axes = (axes,) if isinstance(axes, str) else axes
+    if not isinstance(axes, tuple | list) or not all(isinstance(axis, str) for axis in axes):
+        raise TypeError(f"{name} is {shown(axes)}; expected names of mesh axes")
+    return tuple(axes)
+
+
 def _per_axis(name: str, values: tuple[float, ...] | None, axes: tuple[str, ...]) -> tuple[float | None, ...]:
     if values is None:
         return (None,) * len(axes)
     if not isinstance(values, tuple | list) or len(values) != len(axes):
-        raise ValueError(f"{name} is {shown(values)}; expected a tuple with a value for each of the axes {axes}")
+        raise ValueError(f"{name} is {shown(values)}; expected one number per expert axis {axes}")
     return tuple(values)
 
 

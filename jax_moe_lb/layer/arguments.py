@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.core.checks import accepts, check_array, check_value, shown
-from jax_moe_lb.core.experts import Experts
+from jax_moe_lb.core.checks import Natural, check_array, check_value, shown
+from jax_moe_lb.core.experts import LOGICAL_AXES, Experts
 from jax_moe_lb.core.manual_axes import varying_axes
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.layer.system import System
@@ -43,7 +43,15 @@ def check_router(router: RouterFunction, num_experts: int) -> None:
     """Check that a router is a function of three arguments, with at most as many experts per token as there are."""
     if isinstance(router, type):
         raise TypeError(f"router is the class {router.__name__}; expected an instance, such as TopK(2)")
-    if not callable(router) or not accepts(router, 3):
+    try:
+        hash(router)
+    except TypeError as error:
+        raise TypeError(
+            f"router is {shown(router)}; expected a hashable function, as it is static in programs"
+        ) from error
+    try:
+        inspect.signature(router).bind(None, None, None)
+    except TypeError as error:
         raise TypeError(
             f"router is {shown(router)}; expected a function of logits, bias and token properties, such as TopK(2)"
         )
@@ -70,12 +78,14 @@ def check_routing(routing: Any, logits: Array) -> None:
         check_array(f"router's {name}", getattr(routing, name), logits.shape, jnp.floating)
 
 
-def check_tokens(x: Any, shape: tuple[Any, ...], mask: Any, ids: Any, key: Any, ids_name: str = "token_ids") -> None:
-    """Check tokens and their properties."""
+def check_tokens(x: Any, shape: tuple[Any, ...], key: Any, properties: dict[str, Any], owner: str = "") -> None:
+    """Check tokens and their properties, arguments or fields of an `owner` by name."""
     check_array("x", x, shape, jnp.floating)
-    for name, value, kind in (("mask", mask, jnp.bool_), (ids_name, ids, jnp.integer)):
+    kinds = {"mask": jnp.bool_, "weights": jnp.floating}
+    for name, value in properties.items():
         if value is not None:
-            check_array(name, value, x.shape[:-1], kind)
+            of_token = (None,) if name in ("experts", "weights") else ()
+            check_array(f"{owner}{name}", value, (*x.shape[:-1], *of_token), kinds.get(name, jnp.integer))
     # Keys of `jax.random.PRNGKey` are two integers.
     if key is not None and not (isinstance(key, Array) and (is_key(key) or key.dtype == jnp.uint32)):
         raise TypeError(f"key is {shown(key)}; expected a random key, such as jax.random.key(0)")
@@ -104,8 +114,9 @@ def check_arguments(
     """Check the arguments of `moe` against each other."""
     check_parameters(params, router_options(router), topology, migrate.domains.domain_size if migrate else 1)
     check_router(router, params.router.shape[1])
-    check_tokens(x, ("T", "H"), tokens.mask, tokens.ids, tokens.key, "tokens.ids")
-    check_given(x.shape[:1], tokens.experts, tokens.weights, "tokens.")
+    arrays = ("mask", "ids", "segments", "position", "experts", "weights")
+    check_tokens(x, (None, None), tokens.key, {name: getattr(tokens, name) for name in arrays}, "tokens.")
+    check_value("tokens.num_segments", tokens.num_segments, Natural | None)
     if x.dtype not in TOKEN_DTYPES:
         raise ValueError(f"x has dtype {x.dtype}; expected bfloat16, float32 or float64")
     if params.experts.up.dtype != x.dtype:
@@ -115,6 +126,21 @@ def check_arguments(
         raise ValueError(
             f"x has width {x.shape[1]} and experts.up {experts_width}; expected {width}, as in the router's kernel"
         )
+    check_experts(params.experts, x.dtype)
+
+
+def check_experts(experts: Experts, dtype: Any) -> None:
+    """Check the shapes and dtypes of experts, whose first projection is `[L, H, F]`, or `[L, H, 2 F]` with the gate."""
+    num_home, width, columns = experts.up.shape
+    sizes = {"embed": width, "mlp": columns // 2 if experts.gate is None and experts.is_fused else columns, None: None}
+    for name, axes in LOGICAL_AXES.items():
+        array, shape = getattr(experts, name), [num_home, *(sizes[axis] for axis in axes)]
+        if name in ("up", "up_bias", "up_b"):
+            shape[-1] = columns
+        if array is not None:
+            check_array(f"params.experts.{name}", array, tuple(shape), jnp.floating)
+            if array.dtype != dtype:
+                raise ValueError(f"params.experts.{name} has dtype {array.dtype}; expected {dtype}, as x")
 
 
 def check_parameters(params: Any, options: Router, topology: Topology, domain_size: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 # Balancers and transports are attributes of their rooms, so that a system imports its own.
 from jax_moe_lb import balancers, transport
-from jax_moe_lb.core.checks import shown
+from jax_moe_lb.core.checks import check_value, shown
 from jax_moe_lb.layer.system import OPTIONS, System, parse_system, with_options
 from jax_moe_lb.transport.dispatch import Dispatch
 from jax_moe_lb.transport.exchange import Buffers
@@ -420,6 +420,7 @@ def system_named(text: str) -> System:
         >>> system_named("exact:replica_slots=4,headroom=1.25+once") == exact(4, headroom=1.25, dispatch="once")
         True
     """
+    check_value("system", text, str)
     name, options = parse_system(text)
     return make_system(name, options)
 

@@ -256,7 +256,8 @@ class MoE(nnx.Module):
             ValueError: there is a fault, and the call is outside of `jax.jit` and other transformations. A transformed
                 call returns the fault in the statistics: call `raise_on_fault(stats)` once per step.
         """
-        check_tokens(x, (..., self.kernel.shape[0]), mask, token_ids, key)
+        arrays = {"mask": mask, "token_ids": token_ids, "segments": segments, "experts": experts, "weights": weights}
+        check_tokens(x, (..., self.kernel.shape[0]), key, arrays)
         if jax.typeof(x).sharding.mesh.empty:
             # An input without a mesh gives no sharding for the outputs: replicate it over all devices first.
             x = place(x, NamedSharding(self.mesh, PartitionSpec()), self.mesh)

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
-from jax_moe_lb.core.checks import check_array, check_integer
+from jax_moe_lb.core.checks import check_integer
 from jax_moe_lb.core.types import Axes, as_int32, iota
-from jax_moe_lb.layer.arguments import check_given
 from jax_moe_lb.routing.routers import NO_EXPERT
 
 Split = tuple[Axes, ...]
@@ -147,15 +146,20 @@ class GivenTokens(NamedTuple):
 
     def enter(self, layout: TokenLayout, *, needs_segments: bool) -> tuple[dict[str, Array | None], int | None]:
         """Return the arrays in the layout by the field of `TokenInfo`, and the number of all segments."""
-        self._check(layout.shape)
+        for name, other in (("segments", "num_segments"), ("num_segments", "segments"), ("weights", "experts")):
+            if getattr(self, name) is not None and getattr(self, other) is None:
+                raise ValueError(f"{other} is None; expected a value with {name}")
+        if self.num_segments is not None:
+            check_integer("num_segments", self.num_segments)
         # Pass a mask only for padding: masking costs memory passes over all tokens.
         mask = jnp.ones(layout.shape, bool) if layout.is_padded and self.mask is None else self.mask
         segments, number = self._numbered(layout.shape) if needs_segments else (None, None)
         info = {
             "mask": layout.enter(mask),
-            "ids": layout.enter(_as_int32(self.token_ids)),
+            # Routers hash ids, so upper bits may be lost.
+            "ids": None if self.token_ids is None else layout.enter(self.token_ids.astype(jnp.int32)),
             "segments": layout.enter(segments, fill=-1),
-            "experts": layout.enter(None if self.experts is None else as_int32(self.experts), fill=NO_EXPERT),
+            "experts": None if self.experts is None else layout.enter(as_int32(self.experts), fill=NO_EXPERT),
             "weights": layout.enter(self.weights),
         }
         return info, number
@@ -170,20 +174,6 @@ class GivenTokens(NamedTuple):
             return jnp.broadcast_to(first, shape), rows
         inside = (self.segments >= 0) & (self.segments < per_row)
         return jnp.where(inside, first + self.segments.astype(jnp.int32), -1), rows * per_row
-
-    def _check(self, shape: tuple[int, ...]) -> None:
-        check_given(shape, self.experts, self.weights)
-        if self.segments is not None:
-            check_array("segments", self.segments, shape, jnp.integer)
-        for name, other in (("segments", "num_segments"), ("num_segments", "segments"), ("weights", "experts")):
-            if getattr(self, name) is not None and getattr(self, other) is None:
-                raise ValueError(f"{other} is None; expected a value with {name}")
-        if self.num_segments is not None:
-            check_integer("num_segments", self.num_segments)
-
-
-def _as_int32(array: Array | None) -> Array | None:
-    return None if array is None else array.astype(jnp.int32)
 
 
 def token_layout(shape: tuple[int, ...], mesh: Mesh, axes: Axes, known: Sequence[Axes] = ()) -> TokenLayout:
