@@ -265,12 +265,17 @@ def imbalance(load: Load) -> Scalar:
 def replica_copies(plan: Plan, *, from_home: bool = False) -> Bool[np.ndarray, "R R P"]:
     """Return the experts copied from rank (first) to each replica slot (third) of a rank (second), on the host."""
     # From the plan's relay, where -1 stands for none, or always from home, which the gradients return to.
-    replicas = plan.placement[:, plan.num_home :]
-    senders = np.where(replicas >= 0, replicas // plan.num_home, -1)
+    return _senders(plan, from_home) == np.arange(plan.num_ranks)[:, None, None]
+
+
+def _senders(plan: Plan, from_home: bool = False) -> Int[AnyArray, "R P"]:
+    """Return the rank from which each replica slot is copied; -1 for an empty slot."""
+    xp, replicas = namespace(plan.quota), plan.placement[:, plan.num_home :]
+    senders = replicas // plan.num_home
     if plan.relay is not None and not from_home:
         relay = plan.relay[:, plan.num_home :]
-        senders = np.where(relay >= 0, relay, senders)
-    return senders == np.arange(plan.num_ranks)[:, None, None]
+        senders = xp.where(relay >= 0, relay, senders)
+    return xp.where(replicas >= 0, senders, -1)
 
 
 class Traffic(NamedTuple):
@@ -307,16 +312,8 @@ def traffic(plan: Plan, counts: Counts) -> Traffic:
         (5, 1, [0, 1])
     """
     check_array("counts", counts, (...,), jnp.integer)
-    xp = namespace(plan.quota)
     stay = kept(counts, plan.quota, plan.domain, plan.split).sum(dtype=np.int32)
-    replicas = plan.placement[:, plan.num_home :]
-    senders = replicas // plan.num_home
-    if plan.relay is not None:
-        relay = plan.relay[:, plan.num_home :]
-        senders = xp.where(relay >= 0, relay, senders)
-    # The sender of an empty slot is out of range, so the comparison below does not count it.
-    senders = xp.where(replicas >= 0, senders, plan.num_ranks)
-    fan_out = (senders[..., None] == host_iota(plan.num_ranks)[None, None]).sum((0, 1), dtype=np.int32)
+    fan_out = (_senders(plan)[..., None] == host_iota(plan.num_ranks)[None, None]).sum((0, 1), dtype=np.int32)
     return Traffic(counts.sum(dtype=np.int32) - stay, fan_out.sum(dtype=np.int32), fan_out)
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Plan, Topology
 from jax_moe_lb.core import Split, check_plan, imbalance, load, nearest_first, plain_plan, straggler, traffic
+from jax_moe_lb.core.plan import replica_copies
 from jax_moe_lb.core.split import arrivals
 from jax_moe_lb.core.validation import check_plans, fallback_to_plain
 from tests.oracle import random_plan, split
@@ -356,3 +357,11 @@ def test_many_large_quotas_do_not_sum_to_what_is_expected():
 def test_counts_beyond_32_bits_make_no_plan():
     with pytest.raises(ValueError, match=r"counts sum to 4294967304 tokens; expected at most 2147483647"):
         plain_plan(np.array([[2**32 + 8, 0]], np.int64), Topology.flat(1))
+
+
+def test_an_empty_slot_with_a_relay_is_not_copied():
+    counts = np.array([[4, 0], [4, 0]], np.int32)
+    relay = np.array([[0, 1], [1, 0]], np.int32)
+    plan = replace(plain_plan(counts, Topology.flat(2), 2), relay=relay)
+    check_plan(plan, counts)
+    assert traffic(plan, counts).fan_out.tolist() == replica_copies(plan).sum((1, 2)).tolist() == [0, 0]
