@@ -27,6 +27,7 @@ from jax_moe_lb import (
     Losses,
     MoE,
     MoEParams,
+    MoEState,
     Precision,
     TokenInfo,
     TopK,
@@ -464,6 +465,7 @@ REFUSED = [
     (partial(a_rank, tokens=lambda: TokenInfo(segments=jnp.ones(15, int))), "tokens.segments has shape (15,); expect"),
     (partial(a_rank, tokens=lambda: TokenInfo(num_segments=-1)), "tokens.num_segments is -1; expected"),
     (partial(a_rank, tokens=lambda: TokenInfo(ids=jnp.ones(16))), "tokens.ids has dtype float32; expected"),
+    (partial(a_rank, state=MoEState(homes=jnp.arange(8))), "state.homes has shape (8,); expected [4]"),
     (partial(a_rank, router=TopK(5)), "router.num_experts_per_tok is 5; expected at most 4"),
     (
         partial(a_rank, in_specs=PartitionSpec(("expert", "tensor"))),

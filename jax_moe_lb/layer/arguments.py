@@ -109,11 +109,14 @@ def check_arguments(
     router: RouterFunction,
     migrate: GatherExpertDomain | None,
     topology: Topology,
+    homes: Any,
     tokens: TokenInfo,
 ) -> None:
     """Check the arguments of `moe` against each other."""
     check_parameters(params, router_options(router), topology, migrate.domains.domain_size if migrate else 1)
     check_router(router, params.router.shape[1])
+    if homes is not None:
+        check_array("state.homes", homes, (params.router.shape[1],), jnp.integer)
     arrays = ("mask", "ids", "segments", "position", "experts", "weights")
     check_tokens(x, (None, None), tokens.key, {name: getattr(tokens, name) for name in arrays}, "tokens.")
     check_value("tokens.num_segments", tokens.num_segments, Natural | None)
