@@ -14,7 +14,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
-from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.core.checks import Positive, checked_fields
 from jax_moe_lb.core.types import pytree
 
 Hidden = Float[Array, "*B F"]
@@ -129,12 +129,8 @@ class ClampedSwiGLU:
         [ 0.       55.999626]
     """
 
-    limit: float = 7.0
+    limit: Positive = 7.0
     alpha: float = 1.702
-
-    def __post_init__(self) -> None:
-        if not self.limit > 0:
-            raise ValueError(f"limit is {self.limit}; expected above 0")
 
     def __call__(self, gate: Hidden, up: Hidden) -> Hidden:
         """Return the activation of `gate` and `up`, `[..., F]` each."""

@@ -11,7 +11,7 @@ default.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -123,10 +123,6 @@ class Split:
 
     tier: Tier = "nearest"
     locality: bool = True
-
-    def __post_init__(self) -> None:
-        if self.tier not in get_args(Tier):
-            raise ValueError(f"tier is {self.tier!r}; expected {' or '.join(map(repr, get_args(Tier)))}")
 
 
 def nearest_first(counts: Counts, quota: Quota, rank: Rank, domain: int, split: Split = Split()) -> Quota:

@@ -69,19 +69,6 @@ def check_rounds(rounds: Any, max_rounds: Any) -> None:
         )
 
 
-def _raise_first(fault: Fault) -> None:
-    codes = _on_host(fault.code)
-    if not codes.any():
-        return
-    where = tuple(int(i) for i in np.argwhere(codes)[0])
-    one: Fault = jax.tree.map(lambda leaf: _on_host(leaf)[where], fault)
-    try:
-        _check(one)
-    except ValueError as error:
-        raise ValueError(f"{_place(where, codes.shape)}{error}") from error.__cause__
-    raise RuntimeError(f"fault {int(one.code)} at {where} passes its check on the host; expected it to fail there too")
-
-
 def _on_host(leaf: Any) -> np.ndarray:
     if isinstance(leaf, jax.core.Tracer):
         raise TypeError("stats is traced; expected concrete arrays: return it from the jitted function")
@@ -237,7 +224,16 @@ def raise_on_fault(stats: Stats) -> None:
         ValueError: router logits of rank 0 give weights that are not finite; expected finite logits
     """
     check_value("stats", stats, Stats)
-    _raise_first(stats.fault)
+    codes = _on_host(stats.fault.code)
+    if not codes.any():
+        return
+    where = tuple(int(i) for i in np.argwhere(codes)[0])
+    one: Fault = jax.tree.map(lambda leaf: _on_host(leaf)[where], stats.fault)
+    try:
+        _check(one)
+    except ValueError as error:
+        raise ValueError(f"{_place(where, codes.shape)}{error}") from error.__cause__
+    raise RuntimeError(f"fault {int(one.code)} at {where} passes its check on the host; expected it to fail there too")
 
 
 def raise_if_concrete(stats: Stats) -> None:

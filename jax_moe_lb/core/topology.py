@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from jax_moe_lb.core.checks import check_value, checked_fields, shown
+from jax_moe_lb.core.checks import Count, NonNegative, Positive, check_value, checked_fields, shown
 from jax_moe_lb.core.torus import has_limited_routing, slice_axes, torus_warning
 from jax_moe_lb.core.types import AnyArray
 
@@ -281,13 +281,10 @@ class Topology:
         for axis in axes:
             if axis not in mesh.axis_names:
                 raise ValueError(f"expert_axis names {axis!r}; expected an axis of the mesh, one of {mesh.axis_names}")
-        if len(set(data)) < len(data) or not set(data) <= set(others):
-            raise ValueError(f"data_axes is {data_axes!r}; expected distinct axes of {others}, excluding expert_axis")
         beside = tuple(axis for axis in mesh.axis_names if axis not in axes)
-        if len(set(tensor)) < len(tensor) or not set(tensor) <= set(beside):
-            raise ValueError(
-                f"tensor_axes is {tensor_axes!r}; expected distinct axes of {beside}, excluding expert_axis"
-            )
+        for name, value, given, known in (("data", data_axes, data, others), ("tensor", tensor_axes, tensor, beside)):
+            if len(set(given)) < len(given) or not set(given) <= set(known):
+                raise ValueError(f"{name}_axes is {value!r}; expected distinct axes of {known}, excluding expert_axis")
         _warn_of_torus(mesh, axes)
         rates = _per_axis("bytes_per_s", bytes_per_s, axes)
         latencies = _per_axis("latency_s", latency_s, axes)
@@ -311,7 +308,7 @@ def _of_devices(devices: np.ndarray, names: tuple[str, ...], axes: tuple[str, ..
         "ranks_per_process": _ranks_per_process(devices, names, axes),
         "processes": _own_processes(devices, names, axes),
         "platform": _platform(devices),
-        "device_kind": _device_kind(devices),
+        "device_kind": None if devices.flat[0].platform == "cpu" else devices.flat[0].device_kind,
         "limited_routing": has_limited_routing(devices.flat[0]),
         "slice_axes": slice_axes(devices, names, axes),
     }
@@ -324,11 +321,6 @@ def _platform(devices: np.ndarray) -> str:
         return device.platform
     version = getattr(getattr(device, "client", None), "platform_version", "")
     return "rocm" if "rocm" in version.lower() else "cuda"
-
-
-def _device_kind(devices: np.ndarray) -> str | None:
-    device = devices.flat[0]
-    return None if device.platform == "cpu" else device.device_kind
 
 
 def _ranks_per_process(devices: np.ndarray, names: tuple[str, ...], axes: tuple[str, ...]) -> int:

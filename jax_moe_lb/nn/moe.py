@@ -138,7 +138,10 @@ class MoE(nnx.Module):
         migrate = system.migrate
         if topology is None:
             topology = migrate.domains.between if migrate else _default_topology(mesh)
-        _check_domains(topology, migrate)
+        if migrate is not None and migrate.domains.between != topology:
+            raise ValueError(
+                "topology differs from system.migrate.domains.between; expected the same topology, or None"
+            )
         home_experts_per_rank(num_experts, topology.num_ranks * (migrate.domains.domain_size if migrate else 1))
         check_mesh(mesh, topology)
         # The routers of this package name `K`; for a function it is unknown here.
@@ -189,7 +192,8 @@ class MoE(nnx.Module):
                 f"system.relocates is True; expected False with {type(self.system.balancer).__name__}, "
                 "which remembers the loads of places between steps"
             )
-        stacked = jax.tree.map(lambda leaf: jnp.stack([jnp.asarray(leaf)] * self._num_groups()), state)
+        num_groups = math.prod(self.mesh.shape[axis] for axis in self.topology.data_axes)
+        stacked = jax.tree.map(lambda leaf: jnp.stack([jnp.asarray(leaf)] * num_groups), state)
         self.state = BalancerState(on_mesh(stacked, by_group)) if jax.tree.leaves(state) else None
         self.empty_state = None if jax.tree.leaves(state) else state
 
@@ -307,7 +311,8 @@ class MoE(nnx.Module):
     ) -> LayerConfig:
         fuse = self.expert_config.fuse_gate_up
         if fuse is None:
-            fuse = self.expert_config.gated and _is_accelerated(self.mesh) and stored.up.dtype != x.dtype
+            is_accelerated = self.mesh.devices.flat[0].platform != "cpu"
+            fuse = self.expert_config.gated and is_accelerated and stored.up.dtype != x.dtype
         return LayerConfig(
             router=self.router,
             system=self.system,
@@ -405,9 +410,6 @@ class MoE(nnx.Module):
             self.shared_up[...], self.shared_down[...], _value(self.shared_gate), self.expert_config.activation
         )
 
-    def _num_groups(self) -> int:
-        return math.prod(self.mesh.shape[axis] for axis in self.topology.data_axes)
-
 
 def _as_experts(leaves: Sequence[nnx.Variable], like: Experts) -> Experts | None:
     return jax.tree.unflatten(jax.tree.structure(like), [leaf[...] for leaf in leaves]) if leaves else None
@@ -415,10 +417,6 @@ def _as_experts(leaves: Sequence[nnx.Variable], like: Experts) -> Experts | None
 
 def _value(variable: nnx.Variable | None) -> Array | None:
     return None if variable is None else variable[...]
-
-
-def _is_accelerated(mesh: Mesh) -> bool:
-    return mesh.devices.flat[0].platform != "cpu"
 
 
 def resolve_system(system: System | str, num_experts: int, per_token: int | None, topology: Topology) -> System:
@@ -447,11 +445,6 @@ def _default_topology(mesh: Mesh) -> Topology:
             f"topology=Topology.from_mesh(mesh, {mesh.axis_names[-1]!r}) with the axis of the experts"
         )
     return Topology.from_mesh(mesh)
-
-
-def _check_domains(topology: Topology, migrate: GatherExpertDomain | None) -> None:
-    if migrate is not None and migrate.domains.between != topology:
-        raise ValueError("topology differs from system.migrate.domains.between; expected the same topology, or None")
 
 
 def _check_codec(migrate: GatherExpertDomain | None, mesh: Mesh, topology: Topology, shards: FsdpExperts) -> None:

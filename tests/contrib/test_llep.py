@@ -42,7 +42,6 @@ def test_nearly_balanced_domains_are_left_alone():
 
 
 def test_a_hot_rank_spills_to_all():
-    counts = WORKLOADS[-1].counts(0, 8, 512, 32, 4)
     for workload in WORKLOADS:
         counts = workload.counts(0, 8, 512, 32, 4)
         before = imbalance(load(plain_plan(counts, Topology.flat(8))))

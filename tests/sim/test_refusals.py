@@ -84,7 +84,7 @@ REFUSED = {
     "Level('dc').bytes_per_s is None; expected a finite rate, in bytes per": lambda: choose_expert_domains(
         work(), Topology((Level("dc", 4),), 4)
     ),
-    "bytes_per_s is 0.0; expected > 0": lambda: Level("dc", 4, bytes_per_s=0.0),
+    "Level.bytes_per_s is 0.0; expected a finite number above 0": lambda: Level("dc", 4, bytes_per_s=0.0),
     # drift
     "steady is": lambda: Drift(steady=0.0),
     "drifting is": lambda: Drift(steady=0.5, drifting=0.6),
