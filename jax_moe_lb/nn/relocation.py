@@ -110,10 +110,9 @@ def relocate(params: Params, opt_state: OptState, permutation: Int[AnyArray, "la
     return jax.tree.map_with_path(moved_params, params), jax.tree.map_with_path(moved_state, opt_state)
 
 
-def _reordered(leaf: Any, order: Any) -> Any:
-    """Return a leaf in another order of the experts, with the same sharding."""
-    # On Explicit axes JAX does not choose the sharding of a gather over a sharded axis.
-    sharding = explicit_sharding(leaf)
+def _reordered(leaf: Any, order: Int[AnyArray, "E"]) -> Any:
+    # An index on Explicit axes requires the sharding of the result.
+    sharding = explicit_sharding(leaf) if isinstance(leaf, jax.Array) else None
     return leaf[order] if sharding is None else leaf.at[order].get(out_sharding=sharding)
 
 
