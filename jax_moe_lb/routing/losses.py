@@ -130,9 +130,9 @@ def segment_loss(
     terms = jnp.concatenate([jnp.where(active, scores, 0), active, jnp.ones_like(active)], 1, dtype=scores.dtype)
     sums = jnp.zeros((num_segments, num_experts + 2), scores.dtype).at[rows].add(terms, mode="drop")
     chosen = jnp.zeros((num_segments, num_experts), scores.dtype).at[rows[:, None], columns].add(1, mode="drop")
-    of_group = _summed(jnp.concatenate([sums, chosen], 1), axes)
+    of_group = jax.lax.psum(jnp.concatenate([sums, chosen], 1), axes)
     is_here = (of_group[:, num_experts + 1 : num_experts + 2] > 0).astype(scores.dtype)
-    table = _summed(jnp.concatenate([of_group, is_here], 1), others)
+    table = jax.lax.psum(jnp.concatenate([of_group, is_here], 1), others)
     ends = (num_experts, num_experts + 1, num_experts + 2, 2 * num_experts + 2)
     scores, num_active, _, chosen, num_groups = jnp.split(table, ends, 1)
     num_active = jnp.maximum(num_active, 1)
@@ -141,10 +141,6 @@ def segment_loss(
     mean = switch_loss(chosen / (num_active * experts.shape[1]), scores / num_active * share)
     # The mean includes segments without tokens, whose terms are 0.
     return mean * num_segments / jnp.maximum((num_groups > 0).sum(dtype=jnp.int32), 1).astype(mean.dtype)
-
-
-def _summed(array: Array, axes: tuple[str, ...]) -> Array:
-    return jax.lax.psum(array, axes) if axes else array
 
 
 def z_terms(logits: Logits) -> Float[Array, "T 1"]:
