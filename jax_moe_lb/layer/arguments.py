@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.core.checks import Natural, check_array, check_value, shown
+from jax_moe_lb.core.checks import Natural, accepts, check_array, check_value, shown
 from jax_moe_lb.core.experts import LOGICAL_AXES, Experts
 from jax_moe_lb.core.manual_axes import varying_axes
 from jax_moe_lb.core.topology import Topology
@@ -49,9 +49,7 @@ def check_router(router: RouterFunction, num_experts: int) -> None:
         raise TypeError(
             f"router is {shown(router)}; expected a hashable function, as it is static in programs"
         ) from error
-    try:
-        inspect.signature(router).bind(None, None, None)
-    except TypeError as error:
+    if not callable(router) or not accepts(router, 3):
         raise TypeError(
             f"router is {shown(router)}; expected a function of logits, bias and token properties, such as TopK(2)"
         )
@@ -84,18 +82,11 @@ def check_tokens(x: Any, shape: tuple[Any, ...], key: Any, properties: dict[str,
     kinds = {"mask": jnp.bool_, "weights": jnp.floating}
     for name, value in properties.items():
         if value is not None:
-            of_token = (None,) if name in ("experts", "weights") else ()
+            of_token = ("K",) if name in ("experts", "weights") else ()
             check_array(f"{owner}{name}", value, (*x.shape[:-1], *of_token), kinds.get(name, jnp.integer))
     # Keys of `jax.random.PRNGKey` are two integers.
     if key is not None and not (isinstance(key, Array) and (is_key(key) or key.dtype == jnp.uint32)):
         raise TypeError(f"key is {shown(key)}; expected a random key, such as jax.random.key(0)")
-
-
-def check_given(shape: tuple[int, ...], experts: Any, weights: Any, prefix: str = "") -> None:
-    """Check given experts and weights of tokens."""
-    for name, value, kind in (("experts", experts, jnp.integer), ("weights", weights, jnp.floating)):
-        if value is not None:
-            check_array(f"{prefix}{name}", value, (*shape, "K"), kind)
 
 
 def is_key(array: Array) -> bool:
@@ -118,7 +109,7 @@ def check_arguments(
     if homes is not None:
         check_array("state.homes", homes, (params.router.shape[1],), jnp.integer)
     arrays = ("mask", "ids", "segments", "position", "experts", "weights")
-    check_tokens(x, (None, None), tokens.key, {name: getattr(tokens, name) for name in arrays}, "tokens.")
+    check_tokens(x, ("T", "H"), tokens.key, {name: getattr(tokens, name) for name in arrays}, "tokens.")
     check_value("tokens.num_segments", tokens.num_segments, Natural | None)
     if x.dtype not in TOKEN_DTYPES:
         raise ValueError(f"x has dtype {x.dtype}; expected bfloat16, float32 or float64")
