@@ -170,11 +170,11 @@ def _inside(topology: Topology, levels: tuple[Level, ...]) -> int:
     """Return the number of ranks of one offset inside a hardware domain."""
     left, inside = topology.ranks_per_domain, 1
     for level, split in zip(reversed(topology.levels), reversed(levels), strict=True):
-        # Count the parts of a domain that ends inside this level; otherwise the whole level is inside.
-        inside *= math.gcd(left, split.size) if left % level.size else split.size
-        left = 1 if left % level.size else left // level.size
-        if left == 1:
-            break
+        if left % level.size:
+            # The hardware domain ends inside this level. Members of equal offset are `offsets` ranks apart.
+            members, offsets = math.gcd(left, level.size), level.size // split.size
+            return inside if members % offsets else inside * (members // offsets)
+        inside, left = inside * split.size, left // level.size
     return inside
 
 

@@ -22,12 +22,12 @@ SKEWED = next(workload for workload in WORKLOADS if workload.name == "zipf")
 NAMES = ("dc", "node", "gpu")
 
 
-def domains_of(sizes, domain_sizes, mesh=None):
-    """Return split levels of these sizes, the innermost called gpu."""
+def domains_of(sizes, domain_sizes, mesh=None, **options):
+    """Return split levels of these sizes, the innermost called gpu, in a topology with these options."""
     names = NAMES[-len(sizes) :]
     mesh = make_mesh(sizes, names) if mesh is None else mesh
     split = hybrid_mesh(mesh, dict(zip(names, domain_sizes, strict=True)))
-    return split, ExpertDomains.from_mesh(split, Topology.from_mesh(mesh, names))
+    return split, ExpertDomains.from_mesh(split, Topology.from_mesh(mesh, names, **options))
 
 
 def hybrid_moe(mesh, domains, system, codec=Codec()):
@@ -163,14 +163,31 @@ def test_the_plan_of_hybridep_serves_what_the_gathered_layer_serves():
     np.testing.assert_array_equal(stats.load_after.reshape(4, 2), between_stats.load_after.T)
 
 
-def test_ranks_are_numbered_by_domain_and_domains_of_the_hardware_shrink():
+# The ranks of equal offset in one domain of the hardware.
+HARDWARE = [
+    ((2, 4), (2, 2), 4, 2),
+    ((2, 4), (1, 4), 4, 1),
+    ((8,), (1,), 4, 4),
+    ((8,), (2,), 4, 2),
+    ((8,), (2,), 2, 1),
+    ((8,), (4,), 2, 1),
+    ((4, 2), (2, 1), 4, 2),
+    ((4, 2), (1, 2), 4, 2),
+]
+
+
+@pytest.mark.parametrize(("sizes", "domain_sizes", "hardware", "expected"), HARDWARE, ids=str)
+def test_domains_of_the_hardware_shrink(sizes, domain_sizes, hardware, expected):
+    between = domains_of(sizes, domain_sizes, ranks_per_domain=hardware)[1].between
+    assert between.ranks_per_domain == expected
+
+
+def test_ranks_are_numbered_by_domain():
     mesh, domains = domains_of((2, 4), (2, 2))
     assert mesh.axis_names == ("node_domain", "node_offset", "gpu_domain", "gpu_offset")
     assert domains.expert_axes == ("node_domain", "gpu_domain", "gpu_offset", "node_offset")
     assert domains.domain_size == domains.whole.ranks_per_domain == 4
     assert [level.size for level in domains.between.levels] == [1, 2]
-    assert domains.between.ranks_per_domain == 2
-    assert domains_of((2, 4), (1, 4))[1].between.ranks_per_domain == 1
 
 
 def test_bad_domains_are_named():
