@@ -61,7 +61,7 @@ class Cost:
         token_bytes: bytes moved per token copy in all exchanges. `None` (default) takes five exchanges of the layer's
             rows, those of training.
         gradient_bytes: part of `expert_bytes` that travels beside the work after the experts. `None` (default) takes
-            the gradients of the layer's experts.
+            the gradients of the layer's experts if `expert_bytes` is `None`, too; else 0.
         overlap_s: seconds of that work, the overlap budget: gradients take no time up to it. `None` (default) takes
             twice `LayerCost.between_s`; 0 if it is unknown.
         max_bytes: maximum bytes of weights sent or received by one rank in a pass, such as the bytes hidden by other

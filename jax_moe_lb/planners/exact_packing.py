@@ -5,6 +5,8 @@
 replicas to keep more tokens on the rank.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,7 +98,7 @@ NO_ROOM = np.int32(np.iinfo(np.int32).max)
 def fill(
     tokens: Int[Array, "M L"],
     limit: Int[Array, ""],
-    way: SearchOrder,
+    order: SearchOrder,
     slots: int,
     max_fan_out: int,
     most: Int[Array, ""] | int,
@@ -111,13 +113,13 @@ def fill(
     # has. Some of the least loaded ranks are therefore cleared first.
     # Returns the plan. If a rank still exceeds the limit, this search order failed.
     now = plain(tokens, slots)
-    below = jnp.maximum(limit - way.start, 0)
+    below = jnp.maximum(limit - order.start, 0)
     goal, none = jnp.where(now.load > below, below, limit), 0 * now.load
     start = OffloadChain(now, goal, none, none, none[0], now.load[0] >= 0)
     if max_fan_out < now.expert.size:
-        start = _clear(start, limit, way.cleared, max_fan_out)
+        start = _clear(start, limit, order.cleared, max_fan_out)
     return jax.lax.while_loop(
-        lambda c: c.more & (c.number < most), lambda c: _give(c, limit, way, max_fan_out, most), start
+        lambda c: c.more & (c.number < most), lambda c: _give(c, limit, order, max_fan_out, most), start
     ).now
 
 
@@ -125,9 +127,9 @@ def _clear(c: OffloadChain, limit: Array, number: Array, max_fan_out: int) -> Of
     """Clear the `number` least loaded ranks."""
     load = c.now.load
     pending = (jnp.argsort(jnp.argsort(load)).astype(jnp.int32) < number) & (load <= limit)
-    c = OffloadChain(c.now, jnp.where(pending, limit, c.goal), c.used, c.sent, c.number, c.more)
+    c = replace(c, goal=jnp.where(pending, limit, c.goal))
     c, _ = jax.lax.while_loop(lambda s: s[1].any(), lambda s: _clear_one(*s, limit, max_fan_out), (c, pending))
-    return OffloadChain(c.now, c.goal, c.used, c.sent, c.number, load[0] >= 0)
+    return replace(c, more=load[0] >= 0)
 
 
 def _clear_one(
@@ -154,7 +156,7 @@ PARTS = 4
 
 
 def _give(
-    c: OffloadChain, limit: Array, way: SearchOrder, max_fan_out: int, most: Int[Array, ""] | int
+    c: OffloadChain, limit: Array, order: SearchOrder, max_fan_out: int, most: Int[Array, ""] | int
 ) -> OffloadChain:
     """Make replicas of the hottest experts, the hottest on the rank with most room; none if none is possible."""
     now, num_ranks = c.now, c.goal.size
@@ -163,16 +165,16 @@ def _give(
     width = 1 if limited else max(1, num_ranks // RANKS_PER_REPLICA)
     high, surplus = now.load > c.goal, (now.load - limit).astype(jnp.float32)
     room = jnp.where(high | (c.used == now.expert.shape[1]), 0, limit - now.load)
-    _, receiver = _largest(room.astype(jnp.float32) * way.welcome, width)
+    _, receiver = _largest(room.astype(jnp.float32) * order.welcome, width)
     to = receiver[:, None] == iota(num_ranks)[None]
     # Choose giver and expert together: the hottest home expert of all giving ranks.
     left = now.left.reshape(num_ranks, -1)
-    liked = left.astype(jnp.float32) * way.liking.reshape(left.shape)
+    liked = left.astype(jnp.float32) * order.liking.reshape(left.shape)
     hottest = jax.lax.argmax(liked, 1, jnp.int32)
     chosen = iota(left.shape[1])[None] == hottest[:, None]
-    pressing = way.pressing
+    pressing = order.pressing
     if limited:
-        pressing = pressing + way.urgent / jnp.maximum(max_fan_out - c.sent, 1).astype(jnp.float32)
+        pressing = pressing + order.urgent / jnp.maximum(max_fan_out - c.sent, 1).astype(jnp.float32)
     heat = jnp.where(high & (c.sent < max_fan_out), liked.max(1) + surplus * pressing, -jnp.inf)[:, None]
     if width > 1:
         next_hottest = jnp.where(chosen, 0, liked).max(1)

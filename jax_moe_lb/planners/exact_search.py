@@ -10,6 +10,7 @@ plans.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -34,7 +35,7 @@ URGENT, CLEARED = np.float32(4), np.float32(0.25)
 """`SearchOrder.urgent` without noise, and noise amplitude of `cleared` as a fraction of the ranks."""
 
 
-def usual_way(tokens: Int[Array, "M L"]) -> SearchOrder:
+def usual_order(tokens: Int[Array, "M L"]) -> SearchOrder:
     """Return the search order without noise: the hottest expert to the rank with most room."""
     none = vary_like(jnp.zeros(tokens.shape[0], jnp.int32), tokens)
     ones = 1 + none.astype(jnp.float32)
@@ -43,21 +44,21 @@ def usual_way(tokens: Int[Array, "M L"]) -> SearchOrder:
     )
 
 
-def way_near(way: SearchOrder, limit: Int[Array, ""], seed: Int[Array, ""], number: Int[Array, ""]) -> SearchOrder:
+def order_near(order: SearchOrder, limit: Int[Array, ""], seed: Int[Array, ""], number: Int[Array, ""]) -> SearchOrder:
     """Return one of `WIDTH` perturbed search orders; number 0 changes `pressing` only."""
     # Use amplitudes from 1/8 to 1, because the best one depends on the load.
     reach = jnp.where(number == 0, 0, 1 / (1 << (number // 16 % 4)).astype(jnp.float32))
     # Giving early rarely helps, so half of the search orders keep `start` unchanged.
     ahead = limit.astype(jnp.float32) * START * (number % 2).astype(jnp.float32)
-    later = ahead * _noise(way.start.size, 4 * seed, number)
+    later = ahead * _noise(order.start.size, 4 * seed, number)
     urgent, cleared = reach * _noise(2, 4 * seed + 3, WIDTH + number)
     return SearchOrder(
-        liking=way.liking * (1 + LIKING * reach * _noise(way.liking.size, 4 * seed + 1, number)),
-        welcome=way.welcome * (1 + WELCOME * reach * _noise(way.welcome.size, 4 * seed + 2, number)),
+        liking=order.liking * (1 + LIKING * reach * _noise(order.liking.size, 4 * seed + 1, number)),
+        welcome=order.welcome * (1 + WELCOME * reach * _noise(order.welcome.size, 4 * seed + 2, number)),
         pressing=jnp.maximum(_noise(1, 4 * seed + 3, number)[0], 0),
-        start=jnp.maximum(way.start + later.astype(jnp.int32), 0),
-        urgent=way.urgent * jnp.exp2(2 * urgent),
-        cleared=jnp.maximum(way.cleared + (CLEARED * way.start.size * cleared).astype(jnp.int32), 0),
+        start=jnp.maximum(order.start + later.astype(jnp.int32), 0),
+        urgent=order.urgent * jnp.exp2(2 * urgent),
+        cleared=jnp.maximum(order.cleared + (CLEARED * order.start.size * cleared).astype(jnp.int32), 0),
     )
 
 
@@ -99,7 +100,7 @@ class Search:
 
     low: Int[Array, ""]  # lowest limit worth trying
     plan: Filled  # plan of the lowest maximum so far
-    way: SearchOrder  # search order of this plan
+    order: SearchOrder  # search order of this plan
     turn: Int[Array, ""]  # index of the generation
 
     @property
@@ -114,18 +115,18 @@ def lowest(tokens: Int[Array, "M L"], slots: int, max_fan_out: int) -> Search:
     mean = total // num_ranks + (total % num_ranks > 0).astype(jnp.int32)
     enough = mean // CLOSE_ENOUGH
     attempt = partial(_attempt, tokens, slots, max_fan_out)
-    start = Search(mean, plain(tokens, slots), usual_way(tokens), 0 * mean)
+    start = Search(mean, plain(tokens, slots), usual_order(tokens), 0 * mean)
     # Each round reduces the int32 range to one of `WIDTH` parts.
     rounds = int(np.ceil(31 / np.log2(WIDTH)))
     s = jax.lax.while_loop(
         lambda s: (s.high - s.low > enough) & (s.turn < rounds), lambda s: _narrow(s, attempt), start
     )
     # A loop of one step at most: under `vmap`, a condition would run both branches for all domains.
-    s = Search(mean, s.plan, s.way, 0 * mean)
+    s = replace(s, low=mean, turn=0 * mean)
     s = jax.lax.while_loop(
         lambda s: (s.high > mean) & (s.turn < 1), lambda s: _start_from_others(s, tokens, slots, max_fan_out), s
     )
-    s = Search(mean, s.plan, s.way, 0 * mean)
+    s = replace(s, low=mean, turn=0 * mean)
     generations = max(4, STEPS // (num_ranks * slots))
     return jax.lax.while_loop(
         lambda s: (s.high - mean > enough) & (s.turn < generations), lambda s: _lower(s, attempt), s
@@ -141,13 +142,13 @@ def fewest(
 ) -> Filled:
     """Search for a plan with fewer replicas within a limit."""
     attempt = partial(_attempt, tokens, found.plan.expert.shape[1], max_fan_out)
-    start = Search(limit, found.plan, found.way, 0 * limit)
+    start = Search(limit, found.plan, found.order, 0 * limit)
     s = jax.lax.while_loop(
         lambda s: (s.turn < FEWER) & (_number(s.plan) > 0), lambda s: _fewer(s, attempt, counts), start
     )
     # The same number of replicas may suffice under a lower limit: try limits upward from the lowest known maximum.
     limits = _grid(found.high, limit)
-    plans = attempt(limits, _same(s.way), _number(s.plan))
+    plans = attempt(limits, _same(s.order), _number(s.plan))
     # With a binding fan-out, `fill` clears ranks first, without the bound on replicas.
     costs = jnp.where(_keeps(plans, limits) & (_number(plans) <= _number(s.plan)), plans.load.max(1), NO_PLAN)
     # Of equal maxima, the plan whose busiest rank sends the fewest replicas.
@@ -157,9 +158,9 @@ def fewest(
 
 
 def _attempt(
-    tokens: Array, slots: int, max_fan_out: int, limits: Array, ways: SearchOrder, most: Array | int
+    tokens: Array, slots: int, max_fan_out: int, limits: Array, orders: SearchOrder, most: Array | int
 ) -> Filled:
-    return jax.vmap(lambda limit, way: fill(tokens, limit, way, slots, max_fan_out, most))(limits, ways)
+    return jax.vmap(lambda limit, order: fill(tokens, limit, order, slots, max_fan_out, most))(limits, orders)
 
 
 def _grid(low: Array, high: Array) -> Int[Array, "..."]:
@@ -169,8 +170,8 @@ def _grid(low: Array, high: Array) -> Int[Array, "..."]:
     return low + width // WIDTH * k + width % WIDTH * k // WIDTH
 
 
-def _same(way: SearchOrder) -> SearchOrder:
-    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (WIDTH, *leaf.shape)), way)
+def _same(order: SearchOrder) -> SearchOrder:
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (WIDTH, *leaf.shape)), order)
 
 
 def _keeps(plans: Filled, limits: Array) -> Array:
@@ -185,13 +186,13 @@ def _number(plans: Filled) -> Array:
 def _narrow(s: Search, attempt: Attempt) -> Search:
     """Try a grid of limits between `low` and the best maximum, in the usual search order."""
     limits = _grid(s.low, s.high)
-    plans = attempt(limits, _same(s.way), s.plan.expert.size)
+    plans = attempt(limits, _same(s.order), s.plan.expert.size)
     _, plan = _best(s.plan, plans, plans.load.max(1), s.high)
     high = plan.load.max()
     # Treat limits below the lowest success as infeasible, although success is not monotonic in the limit.
     low = jnp.where(limits < high, limits + 1, s.low).max()
     # A maximum at the lowest limit ends the search.
-    return Search(jnp.where(high <= s.low, high, low), plan, s.way, s.turn + 1)
+    return Search(jnp.where(high <= s.low, high, low), plan, s.order, s.turn + 1)
 
 
 def _start_from_others(s: Search, tokens: Array, slots: int, max_fan_out: int) -> Search:
@@ -200,26 +201,26 @@ def _start_from_others(s: Search, tokens: Array, slots: int, max_fan_out: int) -
     for start in starts(tokens, slots):
         is_better = (fan_out(start) <= max_fan_out) & (start.load.max() < plan.load.max())
         plan = jax.tree.map(lambda new, old, is_better=is_better: jnp.where(is_better, new, old), start, plan)
-    return Search(s.low, plan, s.way, s.turn + 1)
+    return replace(s, plan=plan, turn=s.turn + 1)
 
 
 def _lower(s: Search, attempt: Attempt) -> Search:
     """Try perturbed search orders, each under a lower limit than the best maximum."""
     # Lower the limit by one token copy up to half of the excess over the mean: plans rarely end below their limit.
     drop = jnp.maximum((s.high - s.low) >> (1 + iota(WIDTH) // 2 % 8), 1)
-    ways = jax.vmap(partial(way_near, s.way, s.high, s.turn))(iota(WIDTH))
-    plans = attempt(s.high - drop, ways, s.plan.expert.size)
-    return _next(s, ways, plans, plans.load.max(1), s.high)
+    orders = jax.vmap(partial(order_near, s.order, s.high, s.turn))(iota(WIDTH))
+    plans = attempt(s.high - drop, orders, s.plan.expert.size)
+    return _next(s, orders, plans, plans.load.max(1), s.high)
 
 
 def _fewer(s: Search, attempt: Attempt, counts: Array | None) -> Search:
     """Try perturbed search orders under the limit `low`."""
-    ways = jax.vmap(partial(way_near, s.way, s.low, s.turn))(iota(WIDTH))
+    orders = jax.vmap(partial(order_near, s.order, s.low, s.turn))(iota(WIDTH))
     # Further replicas than those of the best plan are in vain.
-    plans = attempt(jnp.broadcast_to(s.low, (WIDTH,)), ways, _number(s.plan))
+    plans = attempt(jnp.broadcast_to(s.low, (WIDTH,)), orders, _number(s.plan))
     costs = jax.vmap(partial(_replicas, counts=counts))(plans)
     costs = jnp.where(_keeps(plans, s.low), costs, jnp.inf)
-    return _next(s, ways, plans, costs, _replicas(s.plan, counts))
+    return _next(s, orders, plans, costs, _replicas(s.plan, counts))
 
 
 def _replicas(plan: Filled, counts: Array | None) -> Float[Array, ""]:
@@ -232,10 +233,10 @@ def _replicas(plan: Filled, counts: Array | None) -> Float[Array, ""]:
     return number + 1 - stays.astype(jnp.float32) / (plan.load.sum(dtype=jnp.int32) + 1).astype(jnp.float32)
 
 
-def _next(s: Search, ways: SearchOrder, plans: Filled, costs: Array, cost: Array) -> Search:
+def _next(s: Search, orders: SearchOrder, plans: Filled, costs: Array, cost: Array) -> Search:
     best, plan = _best(s.plan, plans, costs, cost)
-    way = jax.tree.map(lambda new, old: jnp.where(costs[best] < cost, new[best], old), ways, s.way)
-    return Search(s.low, plan, way, s.turn + 1)
+    order = jax.tree.map(lambda new, old: jnp.where(costs[best] < cost, new[best], old), orders, s.order)
+    return Search(s.low, plan, order, s.turn + 1)
 
 
 def _best(plan: Filled, plans: Filled, costs: Array, cost: Array) -> tuple[Array, Filled]:

@@ -146,7 +146,7 @@ def domain_lower_bound(loads: Any, homes: Any, topology: Topology) -> Float[np.n
         topology: topology of the group, with the domains.
 
     Returns:
-        `[layers]`, an imbalance from 1 to the number of domains.
+        `[layers]`, an imbalance from 1 to the number of domains; 0 for a layer without load.
 
     Examples:
         >>> import numpy as np

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Int
 
 from jax_moe_lb.core.native_planner import alike
 from jax_moe_lb.core.types import Placement, Quota, iota, pytree
-from jax_moe_lb.planners.base import check_plan_shapes, first_argmax, fits_kernel, run_planner
+from jax_moe_lb.planners.base import check_plan_shapes, first_argmax, fits_kernel, of_domains, run_planner
 
 
 @pytree
@@ -30,26 +30,18 @@ class Queues:
 
 def queues_of(placement: Placement, quota: Quota, members: int) -> Queues:
     """Return the state shared by all attempts on a plan."""
-    num_experts, num_ranks = quota.shape
-    home, num_domains = num_experts // num_ranks, num_ranks // members
-    load = quota.sum(0, dtype=jnp.int32).reshape(num_domains, members)
-    served = quota[iota(num_experts), iota(num_experts) // home].reshape(num_domains, members, home)
-    first = (iota(num_ranks) // members * members * home)[:, None]
-    # Experts of other domains and empty slots (-1) get an index past the end, dropped by the scatter below. Index -1
-    # would address the last expert of the domain.
-    inside = (placement >= first) & (placement < first + members * home)
-    expert = jnp.where(inside, placement - first, members * home)
-    holds = jnp.zeros((num_ranks, members * home), bool)
-    holds = holds.at[iota(num_ranks)[:, None], expert].set(True, mode="drop")
+    plan = of_domains(placement, quota, members)
+    num_domains, num_local = plan.served.shape
+    load, served = plan.quota.sum(1, dtype=jnp.int32), plan.served.reshape(num_domains, members, -1)
     # The stable sort puts the lower of equal ranks and experts first, as in C++.
     givers = jnp.argsort(load, axis=1, descending=True, stable=True).astype(jnp.int32)
     order = jnp.argsort(served, axis=2, descending=True, stable=True).astype(jnp.int32)
-    order = order + (iota(members) * home)[None, :, None]
+    order = order + (iota(members) * (num_local // members))[None, :, None]
     return Queues(
         load=load,
-        served=served.reshape(num_domains, -1),
-        holds=holds.reshape(num_domains, members, -1).swapaxes(1, 2),
-        empty=(placement < 0).sum(1, dtype=jnp.int32).reshape(num_domains, members),
+        served=plan.served,
+        holds=plan.holds,
+        empty=(plan.placement < 0).sum(2, dtype=jnp.int32),
         givers=givers,
         queue=jnp.take_along_axis(order, givers[:, :, None], axis=1).reshape(num_domains, -1),
     )
@@ -140,7 +132,7 @@ LADDER = 3
 """Number of attempts with the dynamic floor before the search with the fixed one, as in the released code."""
 
 START = -1
-"""Value of `_Search.way` before the first attempt of the search."""
+"""Value of `_Search.part` before the first attempt of the search."""
 
 
 def ultraep(placement: Placement, quota: Quota, domain: int, eps: float, min_tokens: int) -> tuple[Placement, Quota]:
@@ -205,7 +197,7 @@ class _Search:
     limit: Int[Array, "B"]  # limit of the next attempt, in token copies
     low: Int[Array, "B"]  # lower end of the range of limits
     high: Int[Array, "B"]  # limit known to succeed; initially the largest load, for which no token moves
-    way: Int[Array, "B"]  # index of the next of the four limits inside the range
+    part: Int[Array, "B"]  # index of the next of the four limits inside the range
     given: Int[Array, "B P M"]  # token copies moved by the last attempt, by expert and rank
     done: Bool[Array, "B"]  # true if the last attempt is the plan
 
@@ -223,31 +215,31 @@ def _advance(s: _Search, given: Array, fits: Array, rise: Array) -> _Search:
     ladder = s.tries < LADDER
     last = ~ladder & (s.low >= s.high)
     tries = s.tries + ladder.astype(jnp.int32)
-    low, high, way = _narrow(s, fits)
-    low, high, way = (jnp.where(ladder, old, new) for old, new in ((s.low, low), (s.high, high), (s.way, way)))
-    limit = jnp.where(low < high, _limit(low, high, way), high)
+    low, high, part = _narrow(s, fits)
+    low, high, part = (jnp.where(ladder, old, new) for old, new in ((s.low, low), (s.high, high), (s.part, part)))
+    limit = jnp.where(low < high, _limit(low, high, part), high)
     limit = jnp.where(tries < LADDER, jnp.minimum(high, s.limit + rise), limit)
     # Finished domains keep their plan while others search.
     given = jnp.where(s.done[:, None, None], s.given, given)
-    return _Search(tries, limit, low, high, way, given, s.done | last | (ladder & fits))
+    return _Search(tries, limit, low, high, part, given, s.done | last | (ladder & fits))
 
 
 def _narrow(s: _Search, fits: Array) -> tuple[Array, Array, Array]:
     """Return the range after an attempt, and the index of the next limit inside it."""
-    ends = (s.way == 3) | (s.high - s.low <= 4)
-    above = jnp.where(s.way <= 0, s.low, _limit(s.low, s.high, s.way - 1) + 1)
+    ends = (s.part == 3) | (s.high - s.low <= 4)
+    above = jnp.where(s.part <= 0, s.low, _limit(s.low, s.high, s.part - 1) + 1)
     # If the first attempt, at `low`, fails, the range is unchanged.
-    missed_low = jnp.where((s.way != START) & ends, s.limit + 1, s.low)
-    missed_way = jnp.where((s.way != START) & ends, 0, s.way + 1)
+    missed_low = jnp.where((s.part != START) & ends, s.limit + 1, s.low)
+    missed_part = jnp.where((s.part != START) & ends, 0, s.part + 1)
     low = jnp.where(fits, jnp.where(s.high - s.low <= 4, s.low, above), missed_low)
-    return low, jnp.where(fits, s.limit, s.high), jnp.where(fits, 0, missed_way)
+    return low, jnp.where(fits, s.limit, s.high), jnp.where(fits, 0, missed_part)
 
 
-def _limit(low: Array, high: Array, way: Array) -> Array:
-    """Return `low + (high - low) * (way + 1) / 5` in int32; `low` if the range is at most 4 wide."""
+def _limit(low: Array, high: Array, part: Array) -> Array:
+    """Return `low + (high - low) * (part + 1) / 5` in int32; `low` if the range is at most 4 wide."""
     # Multiply quotient and remainder separately: the product with the whole width could overflow.
     fifth, rest = (high - low) // 5, (high - low) % 5
-    return jnp.where(high - low > 4, low + fifth * (way + 1) + rest * (way + 1) // 5, low)
+    return jnp.where(high - low > 4, low + fifth * (part + 1) + rest * (part + 1) // 5, low)
 
 
 # ---- the plan -------------------------------------------------------------------------

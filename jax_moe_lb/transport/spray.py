@@ -368,15 +368,15 @@ class MultiRailDispatch(CopyDispatch[SprayReceipt]):
         passing = empty_buffer(copies, _passing_rows(capacity, topology))
 
         def step(k: Array, rows: Rows) -> Rows:
-            way = _way(receipt, i, k, num_copies, capacity, topology)
-            arrived = way.near.there(copies, landed, "dispatch, inside a node")
-            if way.far is not None:
-                far = way.far
+            route = _route(receipt, i, k, num_copies, capacity, topology)
+            arrived = route.near.there(copies, landed, "dispatch, inside a node")
+            if route.far is not None:
+                far = route.far
                 at_rail = far.to_rail.there(copies[far.pack], passing, "dispatch, to a rail")
                 at_rail = far.along_rail.there(at_rail[far.by_node], passing, "dispatch, along a rail")
                 arrived = far.from_rail.there(at_rail[far.by_rank], arrived, "dispatch, from a rail")
             # Buffer rows without a copy have an index out of range, which the scatter drops.
-            return rows.at[_rows_of_way(way, slot_rows, i)].set(arrived, mode="drop")
+            return rows.at[_rows_of_route(route, slot_rows, i)].set(arrived, mode="drop")
 
         return jax.lax.fori_loop(0, receipt.steps, step, landed), coming.sum(0, dtype=jnp.int32)
 
@@ -389,13 +389,13 @@ class MultiRailDispatch(CopyDispatch[SprayReceipt]):
         passing = jnp.zeros_like(rows, shape=(_passing_rows(capacity, topology), width))
 
         def step(k: Array, out: Copies) -> Copies:
-            way = _way(receipt, i, k, num_copies, capacity, topology)
+            route = _route(receipt, i, k, num_copies, capacity, topology)
             # The transpose of the scatter in `send`: rows without a copy read 0 and are not sent.
-            arrived = rows.at[_rows_of_way(way, slot_rows, i)].get(mode="fill", fill_value=0)
-            out = way.near.back(arrived, out, "combine, inside a node")
-            if way.far is None:
+            arrived = rows.at[_rows_of_route(route, slot_rows, i)].get(mode="fill", fill_value=0)
+            out = route.near.back(arrived, out, "combine, inside a node")
+            if route.far is None:
                 return out
-            far = way.far
+            far = route.far
             at_rail = far.from_rail.back(arrived, passing, "combine, to a rail")
             at_rail = far.along_rail.back(passing.at[far.by_rank].set(at_rail), passing, "combine, along a rail")
             packed = far.to_rail.back(passing.at[far.by_node].set(at_rail), jnp.zeros_like(out), "combine, from a rail")
@@ -465,7 +465,7 @@ def _passing_rows(capacity: int, topology: Topology) -> int:
     return max(capacity, topology.num_ranks)
 
 
-def _way(
+def _route(
     receipt: SprayReceipt, i: Int[Array, ""], k: Int[Array, ""], num_copies: int, capacity: int, topology: Topology
 ) -> RailRoute:
     num_passing = _passing_rows(capacity, topology)
@@ -478,9 +478,9 @@ def _slot_rows(coming: Int[Array, "R S"], capacity: int) -> Int[Array, "A"]:
     return jnp.zeros_like(order).at[order].set(iota(capacity))
 
 
-def _rows_of_way(way: RailRoute, slot_rows: Int[Array, "A"], i: Int[Array, ""]) -> Int[Array, "A"]:
+def _rows_of_route(route: RailRoute, slot_rows: Int[Array, "A"], i: Int[Array, ""]) -> Int[Array, "A"]:
     """Return the position in slot order per received row; `A` for buffer rows without a copy."""
     capacity = slot_rows.shape[0]
     # Buffer rows without a copy have stream position -1: clip it into range, then replace the result.
-    row = jnp.clip(way.stream_row - i * capacity, 0, capacity - 1)
-    return jnp.where(way.stream_row < 0, capacity, slot_rows[row])
+    row = jnp.clip(route.stream_row - i * capacity, 0, capacity - 1)
+    return jnp.where(route.stream_row < 0, capacity, slot_rows[row])

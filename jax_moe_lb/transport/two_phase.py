@@ -154,14 +154,14 @@ class TwoPhase(Direct):
             ValueError: `plan.rails` is set.
         """
         dynamic = balancer.dynamic(plan)
-        ways = PhaseConfig.of(self, balancer, replicate, plan, topology)
+        config = PhaseConfig.of(self, balancer, replicate, plan, topology)
         # A planner that runs concurrently with the exchange home is stateless: skip the balancer.
-        if ways.planner is None:
+        if config.planner is None:
             with jax.named_scope("plan"):
                 plan, state = balancer.rebalance(routed.counts, plan, topology, state)
         check_rails(plan, self)
         room = self.room(routed.experts.size)
-        outputs, outcome = serve_in_phases(x, experts, routed, dynamic, plan, ways, room)
+        outputs, outcome = serve_in_phases(x, experts, routed, dynamic, plan, config, room)
         rounds, made = outcome.phases.receipt.rounds, outcome.made
         return Served(outputs, outcome.plan, rounds, made, dynamic, outcome.is_legal, outcome.is_whole), state
 
@@ -367,7 +367,7 @@ class PhaseOutcome(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def serve_in_phases(
-    tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan, ways: PhaseConfig, room: int
+    tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan, config: PhaseConfig, room: int
 ) -> tuple[Tokens, PhaseOutcome]:
     """Send every token copy home and onward by the plan, and sum the expert outputs per token."""
     # The residuals are tokens, home weights, plan and receipts. The backward pass replays this plan. It copies the
@@ -378,7 +378,7 @@ def serve_in_phases(
     def serve(
         tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan
     ) -> tuple[Tokens, PhaseOutcome]:
-        return _serve(tokens, experts, routed, dynamic, plan, ways, room)
+        return _serve(tokens, experts, routed, dynamic, plan, config, room)
 
     return serve(tokens, experts, routed, dynamic, plan)
 
@@ -387,7 +387,7 @@ def serve_in_phases(
 class _Forward(NamedTuple):
     """Inputs of all rounds of the forward pass, available before the plan."""
 
-    ways: PhaseConfig
+    config: PhaseConfig
     experts: Experts
     tokens: Tokens
     routed: Routed
@@ -397,7 +397,7 @@ class _Forward(NamedTuple):
         """Send the copies of round `i` home."""
         with jax.named_scope("dispatch/come_home"):
             copies = to_sending_order(self.tokens, self.receipt, self.routed.experts.shape[1])
-            return self.ways.direct.send(copies, self.receipt, i, self.ways.topology)[0]
+            return self.config.direct.send(copies, self.receipt, i, self.config.topology)[0]
 
     def home_wave(self, rows: Rows, at_home: HomeRows) -> Rows:
         """Compute the outputs of the rows that stay at home, with home weights only; other rows are undefined."""
@@ -407,14 +407,14 @@ class _Forward(NamedTuple):
 
     def finish(self, i: Array, out: Rows, moved: "_Arrived", copies: Copies) -> Copies:
         """Compute the outputs of moved rows, and send all outputs back."""
-        ways, phases = self.ways, moved.phases
+        config, phases = self.config, moved.phases
         if moved.slots is not None and moved.rows is not None:
             with jax.named_scope("experts/moved_wave"):
-                served = grouped_ffn(moved.rows, moved.slots, _taken(phases, i, out, ways))
-                _, returning = _start_back((served,), (out,), phases, i, ways)
+                served = grouped_ffn(moved.rows, moved.slots, _taken(phases, i, out, config))
+                _, returning = _start_back((served,), (out,), phases, i, config)
                 (out,) = _arrived(returning, ())
         with jax.named_scope("combine"):
-            return ways.direct.send_back(out, self.receipt, i, copies, ways.topology)
+            return config.direct.send_back(out, self.receipt, i, copies, config.topology)
 
 
 class _Arrived(NamedTuple):
@@ -426,19 +426,19 @@ class _Arrived(NamedTuple):
 
 
 def _serve(
-    tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan, ways: PhaseConfig, room: int
+    tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan, config: PhaseConfig, room: int
 ) -> tuple[Tokens, PhaseOutcome]:
-    direct, topology = ways.direct, ways.topology
+    direct, planner, route = config.direct, config.planner, config.route
     with jax.named_scope("address"):
-        receipt, streams = address_home(direct, routed.experts, routed.counts, ways.num_last, topology)
+        receipt, streams = address_home(direct, routed.experts, routed.counts, config.num_last, config.topology)
         is_whole = direct.within_rounds(receipt)
     first = jnp.int32(0)
     pending: Any
-    if ways.planner is not None and ways.route is not None:
+    if planner is not None and route is not None:
         # The exchange reads the receipt returned by `post`, which orders it after `post`.
         with jax.named_scope("plan"):
-            receipt, posted = post(plan.placement, plan.quota, experts, receipt, planner=ways.planner, route=ways.route)
-        forward = _Forward(ways, experts, tokens, routed, receipt)
+            receipt, posted = post(plan.placement, plan.quota, experts, receipt, planner=planner, route=route)
+        forward = _Forward(config, experts, tokens, routed, receipt)
         # The rows order `plan_and_copy` after the exchange; the plan depends on the inputs of `post` only.
         rows = forward.come_home(first)
         with jax.named_scope("plan"):
@@ -450,23 +450,23 @@ def _serve(
         with jax.named_scope("plan"):
             plan, is_legal = fallback_to_plain(made, routed.counts, dynamic)
         # Start the copies before the exchange and join them after the wave, to overlap them with both.
-        tokens, pending = _start(experts, plan, ways, tokens)
-        forward = _Forward(ways, experts, tokens, routed, receipt)
+        tokens, pending = _start(experts, plan, config, tokens)
+        forward = _Forward(config, experts, tokens, routed, receipt)
         rows = forward.come_home(first)
-    phases = Phases.of(receipt, streams, plan, room, ways.num_last)
+    phases = Phases.of(receipt, streams, plan, room, config.num_last)
     # The wave reads the sizes, which orders it after the start of the row copies.
-    staying, onward = _start_onward((rows,), phases, first, room, ways, _home_rows(phases, first, rows, ways))
+    staying, onward = _start_onward((rows,), phases, first, room, config, _home_rows(phases, first, rows, config))
     out = forward.home_wave(rows, staying)
-    slots = _join(pending, out, ways)
+    slots = _join(pending, out, config)
     (taken,) = _arrived(onward, out)
     # In the loop, exchanges move the rows: they need no host, so CUDA graphs can contain them.
-    by_exchange = forward._replace(ways=ways._replace(route=None))
+    by_exchange = forward._replace(config=config._replace(route=None))
 
     def one_round(i: Array, carry: tuple[Copies, None]) -> tuple[Copies, None]:
         rows = forward._replace(tokens=optimization_barrier(i, tokens)).come_home(i)
-        _, onward = _start_onward((rows,), phases, i, room, by_exchange.ways, ())
+        _, onward = _start_onward((rows,), phases, i, room, by_exchange.config, ())
         (taken,) = _arrived(onward, ())
-        out = forward.home_wave(rows, _home_rows(phases, i, rows, ways))
+        out = forward.home_wave(rows, _home_rows(phases, i, rows, config))
         return by_exchange.finish(i, out, _Arrived(phases, slots, taken), carry[0]), None
 
     nothing = empty_buffer(tokens, routed.experts.size)
@@ -479,17 +479,17 @@ def _serve(
 
 
 @jax.named_scope("replicate")
-def _start(experts: Experts, plan: Plan, ways: PhaseConfig, before: Tokens) -> tuple[Tokens, Any]:
+def _start(experts: Experts, plan: Plan, config: PhaseConfig, before: Tokens) -> tuple[Tokens, Any]:
     """Start the copies; return `before`, whose users run after that, and the copies or `None`."""
     if plan.slots == plan.num_home:
         return before, None
-    pending = ways.replicate.start(experts, plan, ways.topology)
+    pending = config.replicate.start(experts, plan, config.topology)
     return after_start(pending, before) if isinstance(pending, Pending) else (before, pending)
 
 
 @jax.named_scope("replicate")
-def _join(pending: Any, after: PyTree, ways: PhaseConfig) -> Experts | None:
-    return None if pending is None else ways.replicate.join(pending, after)
+def _join(pending: Any, after: PyTree, config: PhaseConfig) -> Experts | None:
+    return None if pending is None else config.replicate.join(pending, after)
 
 
 PendingRows = tuple[Array | None, ...] | Pending
@@ -497,30 +497,35 @@ PendingRows = tuple[Array | None, ...] | Pending
 
 
 def _start_onward(
-    parts: tuple[Array, ...], phases: Phases, i: Array, room: int, ways: PhaseConfig, before: PyTree
+    parts: tuple[Array, ...], phases: Phases, i: Array, room: int, config: PhaseConfig, before: PyTree
 ) -> tuple[PyTree, PendingRows]:
     """Send rows of round `i` on to the takers; return `None`s without replica slots."""
     moved = phases.moved
     if moved.home.shape[1] == 0:
         return before, (None,) * len(parts)
     window = _window(i, parts[0])
-    if ways.route is not None:
+    if config.route is not None:
         with jax.named_scope("rows_onward/dispatch"):
-            return start_onward(parts, room, moved, window, before, route=ways.route)
-    group = Group.of(ways.topology)
+            return start_onward(parts, room, moved, window, before, route=config.route)
+    group = Group.of(config.topology)
     with jax.named_scope("dispatch"):
         return before, tuple(move(part, moved, window, empty_buffer(part, room), group) for part in parts)
 
 
 def _start_back(
-    parts: tuple[Array, ...], into: tuple[Array, ...], phases: Phases, i: Array, ways: PhaseConfig, before: PyTree = ()
+    parts: tuple[Array, ...],
+    into: tuple[Array, ...],
+    phases: Phases,
+    i: Array,
+    config: PhaseConfig,
+    before: PyTree = (),
 ) -> tuple[PyTree, PendingRows]:
     """Return results of moved rows to the home positions in round `i`; the transpose of `_start_onward`."""
     window = _window(i, into[0])
-    if ways.route is not None:
+    if config.route is not None:
         with jax.named_scope("rows_back/combine"):
-            return start_back(parts, into, phases.moved, window, before, route=ways.route)
-    group = Group.of(ways.topology)
+            return start_back(parts, into, phases.moved, window, before, route=config.route)
+    group = Group.of(config.topology)
     with jax.named_scope("combine"):
         pairs = zip(parts, into, strict=True)
         return before, tuple(move_back(part, phases.moved, window, out, group) for part, out in pairs)
@@ -536,16 +541,16 @@ def _window(i: Array, rows: Rows) -> CopyWindow:
     return CopyWindow(i * capacity, (i + 1) * capacity)
 
 
-def _home_rows(phases: Phases, i: Array, rows: Rows, ways: PhaseConfig) -> HomeRows:
+def _home_rows(phases: Phases, i: Array, rows: Rows, config: PhaseConfig) -> HomeRows:
     """Return the rows of round `i` that stay on this rank."""
-    me = jax.lax.axis_index(ways.topology.expert_axes)
-    return HomeRows.of(phases, _window(i, rows), rows.shape[0], ways.num_last, me)
+    me = jax.lax.axis_index(config.topology.expert_axes)
+    return HomeRows.of(phases, _window(i, rows), rows.shape[0], config.num_last, me)
 
 
-def _taken(phases: Phases, i: Array, rows: Rows, ways: PhaseConfig) -> Int[Array, "P"]:
+def _taken(phases: Phases, i: Array, rows: Rows, config: PhaseConfig) -> Int[Array, "P"]:
     """Return the number of rows per replica slot of this rank in round `i`."""
     sizes = _window(i, rows).of(phases.moved.first, phases.moved.size)[1]
-    return sizes[jax.lax.axis_index(ways.topology.expert_axes)]
+    return sizes[jax.lax.axis_index(config.topology.expert_axes)]
 
 
 # ---- backward ----------------------------------------------------------------------
@@ -553,18 +558,18 @@ PhaseResiduals = tuple[Tokens, RoutingWeights, Experts, Plan, Phases]
 
 
 def _save(
-    tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan, ways: PhaseConfig, room: int
+    tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan, config: PhaseConfig, room: int
 ) -> tuple[tuple[Tokens, PhaseOutcome], PhaseResiduals]:
-    out, outcome = serve_in_phases(tokens, experts, routed, dynamic, plan, ways, room)
+    out, outcome = serve_in_phases(tokens, experts, routed, dynamic, plan, config, room)
     return (out, outcome), (tokens, routed.weights, experts, outcome.plan, outcome.phases)
 
 
 def _backward(
-    ways: PhaseConfig, room: int, saved: PhaseResiduals, gradients: tuple[Tokens, Any]
+    config: PhaseConfig, room: int, saved: PhaseResiduals, gradients: tuple[Tokens, Any]
 ) -> tuple[Tokens, Experts, Routed, None, None]:
     @jax.custom_batching.sequential_vmap
     def pull_back(saved: PhaseResiduals, upstream: Tokens) -> tuple[Tokens, RoutingWeights, Experts]:
-        return _gradients(ways, room, saved, upstream)
+        return _gradients(config, room, saved, upstream)
 
     of_tokens, of_weights, of_experts = first_order(pull_back)(saved, gradients[0])
     none: Any = None  # Experts and counts are integers, without gradients.
@@ -574,7 +579,7 @@ def _backward(
 class _Backward(NamedTuple):
     """Inputs of all rounds of the backward pass."""
 
-    ways: PhaseConfig
+    config: PhaseConfig
     batch: Batch
     experts: Experts
     phases: Phases
@@ -591,7 +596,7 @@ class _Backward(NamedTuple):
             weights_in_order(weights, receipt),
             to_sending_order(upstream, receipt, per_token),
         )
-        return tuple(self.ways.direct.send(part, receipt, i, self.ways.topology)[0] for part in copies)
+        return tuple(self.config.direct.send(part, receipt, i, self.config.topology)[0] for part in copies)
 
     def at_home(self, parts: tuple[Array, ...], rows: HomeRows) -> tuple[tuple[Array, ...], Experts]:
         """Compute the gradients of the rows that stay at home."""
@@ -605,16 +610,16 @@ class _Backward(NamedTuple):
         self, i: Array, of_rows: tuple[Array, ...], parts: tuple[Any, ...], slots: Experts | None, out: OfCopies
     ) -> Any:
         """Compute the gradients of moved rows, and send all gradients back."""
-        ways, phases, of_slots = self.ways, self.phases, None
+        config, phases, of_slots = self.config, self.phases, None
         rows = of_rows[0]
         if slots is not None:
             with jax.named_scope("experts/moved_wave"):
                 fused = self._gate_goes_in_up(rows)
-                filled, sizes = Slots(slots, None, self.has_replica), _taken(phases, i, rows, ways)
+                filled, sizes = Slots(slots, None, self.has_replica), _taken(phases, i, rows, config)
                 *of_moved, of_slots = self._gradients(parts, filled, sizes, fused)
-            _, returning = _start_back(tuple(of_moved), of_rows, phases, i, ways)
+            _, returning = _start_back(tuple(of_moved), of_rows, phases, i, config)
             of_rows = _arrived(returning, ())
-        back = partial(ways.direct.send_back, receipt=phases.receipt, i=i, topology=ways.topology)
+        back = partial(config.direct.send_back, receipt=phases.receipt, i=i, topology=config.topology)
         with jax.named_scope("combine"):
             return tuple(back(part, out=into) for part, into in zip(of_rows, out, strict=True)), of_slots
 
@@ -623,46 +628,50 @@ class _Backward(NamedTuple):
         return Slots(self.experts, None).fuse_gate_up(rows)
 
     def _gradients(self, parts: tuple[Array, ...], slots: Slots, sizes: Array, fused: bool) -> tuple[Rows, Array, Any]:
-        dtype = dtype_of_sums(self.experts, self.ways.direct, is_first=self.is_first)
+        dtype = dtype_of_sums(self.experts, self.config.direct, is_first=self.is_first)
         rows, weights, upstream = parts
         return slots.gradients(BackwardRows(rows, weights, upstream), sizes, dtype, fused=fused)
 
 
 @jax.named_scope("backward")
 def _gradients(
-    ways: PhaseConfig, room: int, saved: PhaseResiduals, upstream: Tokens
+    config: PhaseConfig, room: int, saved: PhaseResiduals, upstream: Tokens
 ) -> tuple[Tokens, RoutingWeights, Experts]:
     """Compute the gradients of tokens, weights and home experts, in the rounds of the forward pass."""
     tokens, weights, experts, plan, phases = saved
-    again = ways.replicate.again()
-    route = None if ways.route is None else again.route(ways.topology)
-    ways = ways._replace(replicate=again, route=route)
+    again = config.replicate.again()
+    route = None if config.route is None else again.route(config.topology)
+    config = config._replace(replicate=again, route=route)
     # Without the barrier, XLA merges these replicas and rows with the equal ones of the forward pass and keeps them
     # until now. The barrier ties them to the gradients, which exist only in the backward pass.
     tokens, weights, experts, upstream = jax.lax.optimization_barrier((tokens, weights, experts, upstream))
-    upstream, pending = _start(experts, plan, ways, upstream)
-    has_replica = plan.placement[jax.lax.axis_index(ways.topology.expert_axes), plan.num_home :] >= 0
-    backward = _Backward(ways, Batch(tokens, weights, upstream), experts, phases, has_replica)
+    upstream, pending = _start(experts, plan, config, upstream)
+    has_replica = plan.placement[jax.lax.axis_index(config.topology.expert_axes), plan.num_home :] >= 0
+    backward = _Backward(config, Batch(tokens, weights, upstream), experts, phases, has_replica)
     first, nothing = jnp.int32(0), no_gradients(tokens, weights)
     parts = backward.come_home(first)
     # The wave at home reads the blocks, which orders it after the start of the row copies.
-    staying, onward = _start_onward(parts, phases, first, room, ways, _home_rows(phases, first, parts[0], ways))
+    staying, onward = _start_onward(parts, phases, first, room, config, _home_rows(phases, first, parts[0], config))
     of_rows, of_home = backward.at_home(parts, staying)
-    slots = _join(pending, of_rows, ways)
+    slots = _join(pending, of_rows, config)
     moved = _arrived(onward, of_rows)
     of_copies, of_slots = backward.finish(first, of_rows, moved, slots, nothing)
-    by_exchange = backward._replace(ways=ways._replace(route=None), is_first=False)
+    by_exchange = backward._replace(config=config._replace(route=None), is_first=False)
 
     def one_round(i: Array, carry: tuple[OfCopies, Any]) -> tuple[OfCopies, Any]:
         parts = by_exchange._replace(batch=optimization_barrier(i, by_exchange.batch)).come_home(i)
-        staying, onward = _start_onward(parts, phases, i, room, by_exchange.ways, _home_rows(phases, i, parts[0], ways))
+        staying, onward = _start_onward(
+            parts, phases, i, room, by_exchange.config, _home_rows(phases, i, parts[0], config)
+        )
         of_rows, of_home = by_exchange.at_home(parts, staying)
         of_copies, of_slots = by_exchange.finish(i, of_rows, _arrived(onward, of_rows), slots, carry[0])
         return of_copies, added(carry[1], (of_home, of_slots))
 
     carry = of_copies, (of_home, of_slots)
-    (of_copies, of_weights), (home, of_slots) = overflow_rounds(phases.receipt, ways.direct, one_round, carry, widened)
-    home = at_home(experts, home, of_slots, plan, ways.replicate, ways.topology)
+    (of_copies, of_weights), (home, of_slots) = overflow_rounds(
+        phases.receipt, config.direct, one_round, carry, widened
+    )
+    home = at_home(experts, home, of_slots, plan, config.replicate, config.topology)
     per_token = weights.shape[1]
     with jax.named_scope("combine"):
         of_tokens = sum_of_copies(of_copies, phases.receipt, per_token)

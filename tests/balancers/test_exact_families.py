@@ -12,6 +12,7 @@ from jax_moe_lb.balancers import Exact
 from jax_moe_lb.balancers.exact import SEARCH_ENDS
 from jax_moe_lb.contrib import LPLB
 from jax_moe_lb.core import check_plan, load
+from jax_moe_lb.planners.exact import UNBOUNDED
 from jax_moe_lb.planners.exact_search import exact_in_jax
 
 BEST = Exact(eps=0.0, localize=False)
@@ -84,7 +85,7 @@ def test_the_jnp_search_is_never_above_greedy_and_ultraep(shape):
     for tokens in families(num_ranks, num_home).values():
         counts = spread(tokens, num_ranks)
         options = (num_home + slots, num_ranks, 0.0)
-        ours = int(IN_JAX(counts, *options, 2**63 - 1, False)[1].sum(0).max())
+        ours = int(IN_JAX(counts, *options, UNBOUNDED, False)[1].sum(0).max())
         assert ours <= min(outcome(OTHERS[name], counts, slots)[0] for name in ("Greedy", "UltraEP"))
         theirs = _planning.exact(counts, *options)[1].sum(0).max()
         assert theirs <= 1.005 * ours

@@ -1,5 +1,6 @@
 import numpy as np
 
+from benchmarks.plans.load_families import spread
 from jax_moe_lb import Plan, Topology
 from jax_moe_lb.balancers import UltraEP
 from jax_moe_lb.core import check_plan, imbalance, load, plain_plan
@@ -26,15 +27,9 @@ def plan_for(counts, domain=None, slots=None, **options):
     return planned(UltraEP(**options), counts, slots, domain)
 
 
-def spread(tokens, num_ranks):
-    """Return counts `[R, E]` with these sums, distributed evenly."""
-    share, rest = np.divmod(tokens.reshape(-1), num_ranks)
-    return (share + (np.arange(num_ranks)[:, None] < rest)).astype(np.int32)
-
-
 def test_the_recorded_layer():
     assert RECORDED.sum(1).tolist() == [21941, 46830, 35357, 1470, 41068, 39124, 61200, 15154]
-    plan = plan_for(spread(RECORDED, 8), slots=6)
+    plan = plan_for(spread(RECORDED.reshape(-1), 8), slots=6)
     moved = {(e, r): q for e, row in enumerate(plan.quota.tolist()) for r, q in enumerate(row) if q and e // 4 != r}
     hottest = {rank: rank * 4 + int(RECORDED[rank].argmax()) for rank in range(8)}
     assert moved == {

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_moe_lb.collectives import expert_gather as arrivals
-from jax_moe_lb.collectives import expert_gather as fetch
-from jax_moe_lb.collectives import peer_copy as copies
+from jax_moe_lb.collectives import expert_gather, peer_copy
 from jax_moe_lb.collectives.expert_gather import Group, add_at_home, zero_sums
 from jax_moe_lb.collectives.peer_copy import Route, add_copies_at_home, add_pulled, copy_expert_weights
 from tests.collectives.peer_copy_cases import (
@@ -86,7 +84,7 @@ def test_sums_of_pulled_replicas_have_the_bits_of_sums_at_home(dtype):
 def test_replicas_that_find_no_room_come_home_in_turns(room, monkeypatch):
     """The sums are bitwise equal to a single pass."""
     slots = draw((RANKS * SLOTS, 4, 5), "bfloat16")
-    for module in (arrivals, copies, fetch):
+    for module in (expert_gather, peer_copy):
         monkeypatch.setattr(module, "max_incoming_replicas", lambda *_: room)
 
     def both(slots, wanted):

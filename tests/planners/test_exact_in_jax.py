@@ -11,16 +11,15 @@ from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Plan, _planning
 from jax_moe_lb.core import check_plan, custom_calls
 from jax_moe_lb.planners.base import plan_on_host
-from jax_moe_lb.planners.exact import exact
+from jax_moe_lb.planners.exact import UNBOUNDED, exact
 from jax_moe_lb.planners.exact_packing import OffloadChain, _give, _may, _Places, fill, plain
-from jax_moe_lb.planners.exact_search import exact_in_jax, usual_way
+from jax_moe_lb.planners.exact_search import exact_in_jax, usual_order
 from tests.planners.planner_cases import STOPPED, assert_same
 
-ANY = 2**63 - 1
 RUN = jax.jit(exact_in_jax, static_argnums=(1, 2, 3, 4, 5))
 # ranks, experts, slots, ranks per domain: spare slots, domains, one rank, one expert each, all experts everywhere, none
 SHAPES = [(8, 32, 6, 4), (1, 4, 5, 1), (4, 4, 3, 4), (3, 6, 6, 3), (4, 8, 2, 4)]
-OPTIONS = [(0.0, ANY, True), (0.01, 1, False), (1e300, 0, True)]
+OPTIONS = [(0.0, UNBOUNDED, True), (0.01, 1, False), (1e300, 0, True)]
 
 
 def draw_adversarial(rng, num_ranks, num_experts):
@@ -68,7 +67,7 @@ def test_every_plan_is_legal_and_within_its_limit(shape, options):
         tokens, load = counts.sum(0).reshape(num_ranks, -1).sum(1), quota.sum(0)
         assert load.max() <= tokens.max()
         maxima.append(load.max())
-        if options[1] == ANY:
+        if options[1] == UNBOUNDED:
             assert load.max() >= -(-tokens.sum() // num_ranks)
     assert maxima[1] == 0
 
@@ -90,8 +89,8 @@ def test_the_maximum_is_that_of_the_cpp_planner(shape):
     for seed, name in enumerate(("zipf", "lognormal", "zipf", "lognormal")):
         workload = next(workload for workload in WORKLOADS if workload.name == name)
         counts = workload.counts(seed, num_ranks, 512, num_experts, 8)
-        theirs = _planning.exact(counts, slots, num_ranks, 0.0, ANY, False)[1].sum(0).max()
-        ours = int(RUN(counts, slots, num_ranks, 0.0, ANY, False)[1].sum(0).max())
+        theirs = _planning.exact(counts, slots, num_ranks, 0.0, UNBOUNDED, False)[1].sum(0).max()
+        ours = int(RUN(counts, slots, num_ranks, 0.0, UNBOUNDED, False)[1].sum(0).max())
         above.append((ours - theirs) / (counts.sum() / num_ranks))
     assert np.mean(above) <= 0.001
     assert max(above) <= 0.004
@@ -115,8 +114,8 @@ def test_room_is_made_on_idle_ranks():
     """Rank 0 may send one replica, of 10 token copies: rank 3 has capacity for them once its own 2 are on rank 1."""
     tokens = jnp.asarray(np.array([[20, 0], [5, 3], [5, 3], [2, 0]], np.int32))
     for cleared, highest in ((0, 12), (1, 10)):
-        way = replace(usual_way(tokens), cleared=jnp.int32(cleared))
-        assert fill(tokens, jnp.int32(10), way, slots=1, max_fan_out=1, most=4).load.max() == highest
+        order = replace(usual_order(tokens), cleared=jnp.int32(cleared))
+        assert fill(tokens, jnp.int32(10), order, slots=1, max_fan_out=1, most=4).load.max() == highest
 
 
 @pytest.mark.slow
@@ -124,8 +123,8 @@ def test_room_is_made_within_the_fan_out():
     """Rank 1 has three experts that ranks 2 and 3 have room for."""
     tokens = jnp.asarray(np.array([[20, 0, 0], [2, 2, 2], [9, 0, 0], [9, 0, 0]], np.int32))
     for max_fan_out, sent in ((1, 1), (2, 2)):
-        way = replace(usual_way(tokens), cleared=jnp.int32(1))
-        plan = fill(tokens, jnp.int32(12), way, slots=1, max_fan_out=max_fan_out, most=4)
+        order = replace(usual_order(tokens), cleared=jnp.int32(1))
+        plan = fill(tokens, jnp.int32(12), order, slots=1, max_fan_out=max_fan_out, most=4)
         assert (np.asarray(plan.expert) // 3 == 1).sum() == sent
 
 
@@ -133,7 +132,7 @@ def test_room_is_made_within_the_fan_out():
 def test_a_plan_ends_with_the_most_replicas():
     """Rank 0 would give to all others; a plan of further replicas cannot have the fewest."""
     tokens = jnp.asarray(np.array([[20, 0], [4, 0], [4, 0], [4, 0]], np.int32))
-    made = [fill(tokens, jnp.int32(8), usual_way(tokens), slots=1, max_fan_out=4, most=most) for most in range(5)]
+    made = [fill(tokens, jnp.int32(8), usual_order(tokens), slots=1, max_fan_out=4, most=most) for most in range(5)]
     assert [int((plan.expert >= 0).sum()) for plan in made] == [0, 1, 2, 3, 3]
     assert [int(plan.load.max()) for plan in made] == [20, 16, 12, 8, 8]
 
@@ -148,7 +147,7 @@ def test_a_step_on_many_ranks_makes_several_replicas():
     now = plain(jnp.asarray(tokens), 2)
     start = OffloadChain(now, 0 * now.load + limit, 0 * now.load, 0 * now.load, jnp.int32(0), jnp.array(True))
     for most, replicas in ((9, [0, 0, 0, 2]), (3, [0, 0, 0]), (1, [0])):
-        end = _give(start, limit, usual_way(jnp.asarray(tokens)), 128, most)
+        end = _give(start, limit, usual_order(jnp.asarray(tokens)), 128, most)
         # The ranks with room for 11 receive first. After 3 parts of expert 0, expert 1 is the hottest of rank 0.
         receivers = [3, 5, 7, 9][: len(replicas)]
         assert np.asarray(end.now.expert)[receivers, 0].tolist() == replicas
@@ -163,8 +162,8 @@ def test_it_needs_about_as_many_replicas_as_the_cpp_planner():
     ours, theirs = [], []
     for seed in range(4):
         counts = WORKLOADS[2].counts(seed, 32, 512, 128, 8)
-        ours.append(replicas(RUN(counts, 6, 32, 0.01, ANY, False)[0], 128))
-        theirs.append(replicas(_planning.exact(counts, 6, 32, 0.01, ANY, False)[0], 128))
+        ours.append(replicas(RUN(counts, 6, 32, 0.01, UNBOUNDED, False)[0], 128))
+        theirs.append(replicas(_planning.exact(counts, 6, 32, 0.01, UNBOUNDED, False)[0], 128))
     assert np.mean(ours) <= 1.05 * np.mean(theirs)
 
 
@@ -175,7 +174,7 @@ def test_replicas_go_where_tokens_start():
         tokens = rng.lognormal(6, 1, 64)
         starts = [rng.multinomial(int(n), rng.dirichlet(np.full(8, 0.3))) for n in tokens]
         counts = np.stack(starts, 1).astype(np.int32)
-        far, near = (RUN(counts, 12, 8, 0.05, ANY, localize) for localize in (False, True))
+        far, near = (RUN(counts, 12, 8, 0.05, UNBOUNDED, localize) for localize in (False, True))
         check_plan(Plan(*map(np.asarray, near), domain=8), counts)
         assert replicas(near[0], 64) == replicas(far[0], 64)
         gained.append(int(np.minimum(counts.T, near[1]).sum() - np.minimum(counts.T, far[1]).sum()))
@@ -208,12 +207,12 @@ def test_slots_exchange_only_experts_that_the_other_rank_lacks():
 def test_domains_are_planned_each_for_itself():
     """Tokens from the other domain count, on any rank."""
     counts = WORKLOADS[2].counts(0, 8, 512, 32, 4)
-    _, quota = RUN(counts, 6, 4, 0.01, ANY, False)
+    _, quota = RUN(counts, 6, 4, 0.01, UNBOUNDED, False)
     for first in (0, 1):
         experts, ranks = slice(16 * first, 16 * first + 16), slice(4 * first, 4 * first + 4)
         alone = np.zeros((4, 16), np.int32)
         alone[0] = counts[:, experts].sum(0)
-        np.testing.assert_array_equal(quota[experts, ranks], RUN(alone, 6, 4, 0.01, ANY, False)[1])
+        np.testing.assert_array_equal(quota[experts, ranks], RUN(alone, 6, 4, 0.01, UNBOUNDED, False)[1])
 
 
 @pytest.fixture
@@ -228,7 +227,7 @@ def test_jitted_and_eager_plans_are_mapped(no_custom_calls):
     mapped = jax.jit(jax.vmap(lambda counts: exact(counts, 5, 2)))(counts)
     for layer in range(2):
         alone = tuple(array[layer] for array in mapped)
-        assert_same(alone, RUN(counts[layer], 5, 2, 0.01, ANY, True))
+        assert_same(alone, RUN(counts[layer], 5, 2, 0.01, UNBOUNDED, True))
         assert_same(alone, exact(jnp.asarray(counts[layer]), 5, 2))
 
 

@@ -13,11 +13,11 @@ import pytest
 from jax_moe_lb import _planning
 from jax_moe_lb.core.custom_calls import is_built
 from jax_moe_lb.planners import base
-from jax_moe_lb.planners.exact import exact, fits_kernel
+from jax_moe_lb.planners.exact import UNBOUNDED, exact, fits_kernel
 from tests.planners.planner_cases import PLANNERS, assert_same
 from tests.planners.test_exact import draw_counts
 
-OPTIONS = [(0.0, 2**63 - 1, True), (0.01, 2**63 - 1, True), (0.05, 2, False)]
+OPTIONS = [(0.0, UNBOUNDED, True), (0.01, UNBOUNDED, True), (0.05, 2, False)]
 # ranks, home experts, slots, ranks per domain
 SHAPES = [(8, 16, 18, 8), (8, 4, 6, 4), (40, 2, 3, 20), (64, 4, 6, 64), (72, 4, 6, 72)]
 
