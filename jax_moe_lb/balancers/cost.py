@@ -280,7 +280,8 @@ def _scale(cost: Cost, topology: Topology, domain: int, most: int) -> TimeScale:
     return TimeScale(
         table,
         relayed,
-        in_copies(slot_s, token_s),
+        # A rank receives at most `most` replicas, and the product must fit int32.
+        min(in_copies(slot_s, token_s), MOST_COPIES // max(most, 1)),
         in_copies(cost.planner_s, token_s),
         cost.round_rows or INT32_MAX,
         min(in_copies(cost.round_s or 0.0, token_s), MOST_COPIES // most_rounds),

@@ -100,6 +100,14 @@ def test_what_else_a_plan_costs(cost, max_load):
     assert load(rebalance(COUNTS, cost)).max() == max_load
 
 
+def test_the_time_of_many_replicas_fits_int32():
+    counts, topology = np.zeros((2, 16), np.int32), Topology((Level("gpu", 2, 100.0),), 2, flops_per_s=1000.0)
+    counts[0, :8] = 100
+    for slot_copies, max_load in ((99, 400), (2**29, 800)):
+        plan = rebalance(counts, Cost(1.0, 1000.0, slot_copies=slot_copies), topology, 16)
+        assert load(plan).max() == max_load
+
+
 def test_a_declined_plan_keeps_what_another_balancer_left():
     start = Greedy().rebalance(COUNTS, plain_plan(COUNTS, TOPOLOGY, 2), TOPOLOGY, ())[0]
     assert load(start).max() == 11
