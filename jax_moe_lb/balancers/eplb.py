@@ -109,7 +109,8 @@ class EPLB(Balancer):
 
     Args:
         every: steps between plans, and steps of history; 1 to 46340. The default 3 is the value of UltraEP's paper for
-            EPLB in training; it uses 50 in prefill.
+            EPLB in training; it uses 50 in prefill. After a restart with another value, the next plan weighs the loads
+            in the restored state unevenly.
 
     Raises:
         ValueError: `every` is out of range.

@@ -10,10 +10,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from jax_moe_lb.collectives.exchange_paths import exchange_path
-from jax_moe_lb.collectives.home_slices import HomeSlices
+from jax_moe_lb.collectives.home_slices import HomeSlices, one_row
 from jax_moe_lb.collectives.permutes import agreed
 from jax_moe_lb.collectives.ragged_all_to_all import (
     Group,
@@ -151,9 +151,9 @@ def fetch(home: WeightsOfKind, wanted: Wanted, num_home: int, group: Group) -> W
     def slices_of(rank: Int[Array, ""]) -> Slices:
         return Slices(
             first=(wanted % num_home).reshape(-1),
-            sent=_ones(owner == rank),
+            sent=one_row(owner == rank),
             lands=slot.reshape(-1),
-            arriving=_ones(owner[rank][None] == iota(num_ranks)[:, None]),
+            arriving=one_row(owner[rank][None] == iota(num_ranks)[:, None]),
         )
 
     buffer = empty_buffer_after(home, num_replicas)
@@ -290,7 +290,3 @@ def _split(rows: Float[Array, "*B W"], like: Kinds) -> Kinds:
     """Split rows of one expert each into its weight arrays, in their own shapes."""
     parts = jnp.split(rows, np.cumsum([kind[0].size for kind in like])[:-1], -1)
     return tuple(part.reshape(*rows.shape[:-1], *kind.shape[1:]) for part, kind in zip(parts, like, strict=True))
-
-
-def _ones(where: Bool[Array, "R P"]) -> Int[Array, "U"]:
-    return where.astype(jnp.int32).reshape(-1)

@@ -33,7 +33,7 @@ class HomeSlices(NamedTuple):
         goes, _, landed = _landings(place, owner)
         first_sent, first_landed = (jnp.broadcast_to(one, place.shape).reshape(-1) for one in (order, landed[me]))
         arriving = goes[:, :, me]
-        slices = Slices(first_sent, _flat(goes[me].T), first_landed, _flat(arriving))
+        slices = Slices(first_sent, one_row(goes[me].T), first_landed, one_row(arriving))
         return cls(slices, jnp.where(arriving, landed, -1))
 
 
@@ -48,5 +48,6 @@ def _landings(place: PerReplica, owner: PerReplica) -> tuple[Bool[Array, "R P R"
     return goes, first, at_home + earlier.sum(2, dtype=jnp.int32)
 
 
-def _flat(where: Bool[Array, "R P"]) -> Int[Array, "U"]:
+def one_row(where: Bool[Array, "R P"]) -> Int[Array, "U"]:
+    """Return the sizes of slices that have one row or none."""
     return where.astype(jnp.int32).reshape(-1)

@@ -69,7 +69,7 @@ class FsdpExperts:
         del packed, residual
 
         def gather(path: KeyPath, leaf: Array) -> Array:
-            for dimension, axes in enumerate((self.exp_axes, *self._gathered(path))):
+            for dimension, axes in enumerate((self.exp_axes, *self._axes_of_matrix(path))):
                 leaf = jax.lax.all_gather(leaf, axes, axis=dimension, tiled=True) if axes else leaf
             return leaf
 
@@ -86,16 +86,13 @@ class FsdpExperts:
         Returns:
             `Experts` with a `PartitionSpec` in place of each array.
         """
-        axes = {"embed": self.embed_axes, "mlp": self.mlp_axes + tensor_axes, None: ()}
+        first = expert_axes + self.exp_axes
         return jax.tree.map_with_path(
-            lambda path, _: PartitionSpec(
-                expert_axes + self.exp_axes, *(axes[name] for name in LOGICAL_AXES[path[0].name])
-            ),
-            experts,
+            lambda path, _: PartitionSpec(first, *self._axes_of_matrix(path, tensor_axes)), experts
         )
 
-    def _gathered(self, path: KeyPath) -> tuple[Axes, ...]:
-        axes = {"embed": self.embed_axes, "mlp": self.mlp_axes, None: ()}
+    def _axes_of_matrix(self, path: KeyPath, tensor_axes: Axes = ()) -> tuple[Axes, ...]:
+        axes = {"embed": self.embed_axes, "mlp": self.mlp_axes + tensor_axes, None: ()}
         return tuple(axes[name] for name in LOGICAL_AXES[path[0].name])
 
 

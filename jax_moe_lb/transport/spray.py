@@ -297,10 +297,6 @@ class SprayReceipt(Receipt):
     step: Int[Array, ""]  # rows of each stream per step, limited by the buffers of the rail ranks
     steps: Int[Array, ""]  # number of steps of a round; 1 if the plan loads ranks and rails evenly
 
-    def window(self, i: Int[Array, ""], k: Int[Array, ""], capacity: int) -> StreamWindow:
-        """Return the part of every stream in step `k` of round `i`, for rounds of `capacity` rows."""
-        return _window(i, k, self.step, capacity)
-
 
 @dataclass(frozen=True)
 @checked_fields
@@ -431,6 +427,7 @@ def _rows_by_rail_rank(
 
 
 def _window(i: Int[Array, ""], k: Int[Array, ""], step: Int[Array, ""], capacity: int) -> StreamWindow:
+    """Return the part of every stream in step `k` of round `i`, for rounds of `capacity` rows."""
     first = i * capacity + k * step
     return first, jnp.minimum(first + step, (i + 1) * capacity)
 
@@ -468,8 +465,8 @@ def _passing_rows(capacity: int, topology: Topology) -> int:
 def _route(
     receipt: SprayReceipt, i: Int[Array, ""], k: Int[Array, ""], num_copies: int, capacity: int, topology: Topology
 ) -> RailRoute:
-    num_passing = _passing_rows(capacity, topology)
-    return find_route(receipt.rail_rows, receipt.window(i, k, capacity), num_copies, num_passing, capacity, topology)
+    window, num_passing = _window(i, k, receipt.step, capacity), _passing_rows(capacity, topology)
+    return find_route(receipt.rail_rows, window, num_copies, num_passing, capacity, topology)
 
 
 def _slot_rows(coming: Int[Array, "R S"], capacity: int) -> Int[Array, "A"]:
