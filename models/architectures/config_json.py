@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -92,12 +93,12 @@ class Fields:
             "Remove a field without effect"
         )
 
-    def integer(self, name: str, default: int | None = None, most: int = 2**31) -> int:
-        """Return an integer field between 0 and `most`; `default` replaces an absent field."""
+    def integer(self, name: str, default: int | None = None, *, least: int = 0, most: int = 2**31) -> int:
+        """Return an integer field between `least` and `most`; `default` replaces an absent field."""
         value = self.get(name)
         value = default if value is None else value
-        if type(value) is not int or not 0 <= value <= most:
-            raise ValueError(f"config.json: {name} is {shown(value)}; expected an integer, 0 to {most}")
+        if type(value) is not int or not least <= value <= most:
+            raise ValueError(f"config.json: {name} is {shown(value)}; expected an integer, {least} to {most}")
         return value
 
     def integer_if(self, condition: bool, name: str) -> int:
@@ -124,9 +125,9 @@ class Fields:
             self.require(other, number)
         return number
 
-    def number(self, name: str, default: float | None = None) -> float:
-        """Return a number as a float; `default` replaces an absent field."""
-        return checked_number(name, self.get(name), default)
+    def number(self, name: str, default: float | None = None, *, above: float | None = None) -> float:
+        """Return a number above a bound as a float; `default` replaces an absent field."""
+        return checked_number(name, self.get(name), default, above)
 
     def flag(self, name: str, default: bool) -> bool:
         """Return a Boolean field; `default` replaces an absent field."""
@@ -146,7 +147,7 @@ class Fields:
         if LAYER_TYPES[0] not in kinds:
             self.ignore("sliding_window")
             return ()
-        window = self.integer("sliding_window")
+        window = self.integer("sliding_window", least=1)
         return tuple(window if kind == LAYER_TYPES[0] else None for kind in kinds)
 
     def kinds(self, name: str, known: tuple[str, ...]) -> list[str]:
@@ -201,31 +202,36 @@ class Fields:
         self.require(name, share)
         return checked_number(f"rope_parameters.{name}", share)
 
+    def rope_number(self, name: str, default: float | None = None, *, above: float | None = 0.0) -> float:
+        """Return a rotary setting above a bound as a float; `default` replaces an absent one."""
+        return checked_number(f"rope_parameters.{name}", self.rope_settings().get(name), default, above)
+
     def rope(self, dim: int, *, interleaved: bool = False) -> Rope:
         """Return the rotary embedding of attention heads with `dim` rotated channels."""
-        settings = self.rope_settings()
-        kind = settings["rope_type"]
-
-        def number(name: str, default: float) -> float:
-            return checked_number(f"rope_parameters.{name}", settings.get(name), default)
-
-        factor = number("factor", 1.0)
+        settings, factor = self.rope_settings(), self.rope_number("factor", 1.0)
+        kind, truncate = settings["rope_type"], settings.get("truncate", True)
+        if type(truncate) is not bool:
+            raise ValueError(f"config.json: rope_parameters.truncate is {shown(truncate)}; expected true or false")
+        positions = self.integer("max_position_embeddings", 4096, least=1)
         return Rope(
             dim=dim,
-            base=number("rope_theta", 1e4),
+            base=self.rope_number("rope_theta", 1e4, above=1.0),
             kind=kind,
             factor=factor,
-            original_positions=int(
-                number("original_max_position_embeddings", self.integer("max_position_embeddings", 4096))
-            ),
-            low_frequency=number("low_freq_factor", 1.0),
-            high_frequency=number("high_freq_factor", 4.0),
-            beta_fast=number("beta_fast", 32.0),
-            beta_slow=number("beta_slow", 1.0),
-            truncate=bool(settings.get("truncate", True)),
-            attention_factor=_attention_factor(settings, factor) if kind == "yarn" else 1.0,
+            original_positions=math.ceil(self.rope_number("original_max_position_embeddings", positions)),
+            low_frequency=self.rope_number("low_freq_factor", 1.0),
+            high_frequency=self.rope_number("high_freq_factor", 4.0),
+            beta_fast=self.rope_number("beta_fast", 32.0),
+            beta_slow=self.rope_number("beta_slow", 1.0),
+            truncate=truncate,
+            attention_factor=self._attention_factor(factor) if kind == "yarn" else 1.0,
             interleaved=interleaved,
         )
+
+    def _attention_factor(self, factor: float) -> float:
+        above, below = (self.rope_number(name, 0.0, above=None) for name in ("mscale", "mscale_all_dim"))
+        default = yarn_scale(factor, above) / yarn_scale(factor, below) if above and below else yarn_scale(factor)
+        return self.rope_number("attention_factor", default)
 
 
 def _shown_name(name: str) -> str:
@@ -243,20 +249,13 @@ def _rope_object(settings: Any) -> dict[str, Any]:
     return given
 
 
-def _attention_factor(settings: dict[str, Any], factor: float) -> float:
-    given, above, below = (settings.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
-    if given is not None:
-        return checked_number("rope_parameters.attention_factor", given)
-    if above and below:
-        return yarn_scale(factor, above) / yarn_scale(factor, below)
-    return yarn_scale(factor)
-
-
-def checked_number(name: str, value: Any, default: float | None = None) -> float:
-    """Return a field's value as a float; `default` replaces `None`."""
+def checked_number(name: str, value: Any, default: float | None = None, above: float | None = None) -> float:
+    """Return a field's value above a bound as a float; `default` replaces `None`."""
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MOST_NUMBER:
-        raise ValueError(f"config.json: {name} is {shown(value)}; expected a finite number")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST_NUMBER
+    if not is_number or (above is not None and value <= above):
+        bound = "" if above is None else f" above {above:g}"
+        raise ValueError(f"config.json: {name} is {shown(value)}; expected a finite number{bound}")
     return float(value)
 
 

@@ -1,5 +1,6 @@
 """Functions from the fields of a `config.json` to a `DecoderConfig`, one per architecture."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ CHUNKED, FULL, LINEAR = "chunked_attention", "full_attention", "linear_attention
 
 # Rotary settings of images: the three positions of a token of text are equal.
 IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved")
+POSITIONS = "original_max_position_embeddings"  # positions of pretraining; in Phi-3.5-MoE also a field of its own
 
 
 def _decoder(
@@ -198,10 +200,10 @@ def _latent(fields: Fields, router: TopK, pairs: bool, head_dim: int | None = No
     """Return the config of a model with latent attention; `head_dim` is the value of this field, if it is another."""
     latent = Latent(
         query_rank=fields.integer("q_lora_rank", 0) or None,
-        kv_rank=fields.integer("kv_lora_rank"),
+        kv_rank=fields.integer("kv_lora_rank", least=1),
         plain_dim=fields.integer("qk_nope_head_dim"),
         rotated_dim=fields.integer("qk_rope_head_dim"),
-        value_dim=fields.integer("v_head_dim"),
+        value_dim=fields.integer("v_head_dim", least=1),
     )
     width = latent.plain_dim + latent.rotated_dim
     # Fields of `transformers` that repeat other sizes.
@@ -212,7 +214,9 @@ def _latent(fields: Fields, router: TopK, pairs: bool, head_dim: int | None = No
     config = _decoder(fields, router, "n_routed_experts", "moe_intermediate_size", rope=rope, head_dim=width)
     return replace(
         _biased(fields, _with_dense(fields, config, _dense_kinds(fields))),
-        attention_scale=width**-0.5 * _yarn_temperature(fields),
+        # YaRN scales queries and keys, each by this factor, for longer contexts.
+        attention_scale=width**-0.5
+        * yarn_scale(rope.factor, fields.rope_number("mscale_all_dim", 0.0, above=None)) ** 2,
         shared_mlp_dim=config.mlp_dim * fields.integer("n_shared_experts"),
         latent=latent,
     )
@@ -230,9 +234,10 @@ def glm_moe_dsa(fields: Fields) -> DecoderConfig:
     for name, kind in {"layer_types": "indexed_attention", "indexer_types": "full"}.items():
         fields.require(name, [kind] * layers)
     fields.require("index_topk_pattern", "F" * layers)
-    sizes = (fields.integer(name) for name in ("index_n_heads", "index_head_dim", "index_topk"))
     config = deepseek_v3(fields)
     assert config.latent is not None
+    least = {"index_n_heads": 1, "index_head_dim": config.latent.rotated_dim, "index_topk": 1}
+    sizes = (fields.integer(name, least=number) for name, number in least.items())
     if config.latent.query_rank is None:
         raise ValueError("config.json: q_lora_rank is None; expected a number, as the indexer reads compressed queries")
     return replace(config, latent=replace(config.latent, indexer=IndexerSizes(*sizes)))
@@ -255,10 +260,10 @@ def mistral4(fields: Fields) -> DecoderConfig:
     rotated_dim = fields.integer("qk_rope_head_dim")
     width = fields.integer("qk_nope_head_dim") + rotated_dim
     _check_share(fields.partial_rotary_factor(rotated_dim / max(width, 1)), rotated_dim, width)
-    settings, router = fields.rope_settings(), _grouped_router(fields, jax.nn.softmax, fields.integer("n_group"))
+    router = _grouped_router(fields, jax.nn.softmax, fields.integer("n_group"))
     fields.read.update(f"rope_parameters.{name}" for name in ("llama_4_scaling_beta", "max_position_embeddings"))
     config = _latent(fields, router, fields.flag("rope_interleave", True), head_dim=width)
-    scale = checked_number("rope_parameters.llama_4_scaling_beta", settings.get("llama_4_scaling_beta"))
+    scale = fields.rope_number("llama_4_scaling_beta", above=None)
     return replace(config, temperature=Temperature(float(config.rope.original_positions), scale, first=0))
 
 
@@ -271,14 +276,6 @@ def _dense_kinds(fields: Fields) -> tuple[int, ...]:
     if dense == tuple(range(len(dense))):
         fields.require("first_k_dense_replace", len(dense))
     return dense
-
-
-def _yarn_temperature(fields: Fields) -> float:
-    """Return YaRN's `mscale` squared: queries and keys are each scaled by it for longer contexts."""
-    settings = fields.rope_settings()
-    if settings["rope_type"] == "default" or not settings.get("mscale_all_dim"):
-        return 1.0
-    return yarn_scale(settings.get("factor", 1.0), settings["mscale_all_dim"]) ** 2
 
 
 def minimax_m2(fields: Fields) -> DecoderConfig:
@@ -332,7 +329,7 @@ def granitemoe(fields: Fields) -> DecoderConfig:
         attention_scale=fields.number("attention_multiplier"),
         embed_scale=fields.number("embedding_multiplier"),
         residual_scale=fields.number("residual_multiplier"),
-        logit_scale=1 / fields.number("logits_scaling"),
+        logit_scale=1 / fields.number("logits_scaling", above=0.0),
     )
 
 
@@ -368,11 +365,9 @@ def _equal_in_layers(fields: Fields, name: str, expected: int | None = None) -> 
 
 def _alpha_rope(fields: Fields, dim: int) -> Rope:
     """Return the rotary embedding, whose type "dynamic" has a fixed factor `alpha` of the base here."""
-    settings = fields.rope_settings()
-    if settings["rope_type"] != "dynamic":
+    if fields.rope_settings()["rope_type"] != "dynamic":
         return fields.rope(dim)
-    alpha = checked_number("rope_parameters.alpha", settings.get("alpha"))
-    base = checked_number("rope_parameters.rope_theta", settings.get("rope_theta"), 1e4)
+    base, alpha = fields.rope_number("rope_theta", 1e4, above=1.0), fields.rope_number("alpha")
     return Rope(dim, base * alpha ** (dim / max(dim - 2, 1)))
 
 
@@ -392,7 +387,9 @@ def llama4(fields: Fields) -> DecoderConfig:
         qk_norm=HeadNorm.UNWEIGHTED if fields.flag("use_qk_norm", True) else None,
         chunks=_chunks(fields, unrotated),
         unrotated_layers=unrotated,
-        temperature=Temperature(fields.number("floor_scale"), fields.number("attn_scale")) if tunes else None,
+        temperature=Temperature(fields.number("floor_scale", above=0.0), fields.number("attn_scale"))
+        if tunes
+        else None,
     )
 
 
@@ -440,11 +437,8 @@ def phimoe(fields: Fields) -> DecoderConfig:
 def _long_rope(fields: Fields, head_dim: int) -> Rope:
     settings = fields.rope_settings()
     if settings["rope_type"] != "longrope":
-        fields.ignore("original_max_position_embeddings")
+        fields.ignore(POSITIONS)
         return fields.rope(head_dim)
-
-    def number(name: str) -> float:
-        return checked_number(f"rope_parameters.{name}", settings.get(name))
 
     def numbers(name: str) -> tuple[float, ...]:
         given = settings.get(name)
@@ -452,16 +446,16 @@ def _long_rope(fields: Fields, head_dim: int) -> Rope:
             raise ValueError(f"config.json: rope_parameters.{name} is {shown(given)}; expected a list of numbers")
         return tuple(checked_number(f"rope_parameters.{name}", value) for value in given)
 
-    settings.setdefault("original_max_position_embeddings", fields.get("original_max_position_embeddings"))
-    fields.require("original_max_position_embeddings", settings["original_max_position_embeddings"])
+    positions = fields.rope_number(POSITIONS, fields.get(POSITIONS))
+    fields.require(POSITIONS, positions)
     return LongRope(
         dim=head_dim,
-        base=number("rope_theta"),
-        original_positions=int(number("original_max_position_embeddings")),
+        base=fields.rope_number("rope_theta", above=1.0),
+        original_positions=math.ceil(positions),
         short_factors=numbers("short_factor"),
         long_factors=numbers("long_factor"),
-        short_scale=number("short_mscale"),
-        long_scale=number("long_mscale"),
+        short_scale=fields.rope_number("short_mscale"),
+        long_scale=fields.rope_number("long_mscale"),
     )
 
 

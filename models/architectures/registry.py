@@ -82,7 +82,7 @@ TEXT_PARTS = {
 def text_fields(fields: Fields) -> Fields:
     """Return the fields of the text part of a multimodal checkpoint, as of a checkpoint of its own."""
     kind, text = fields.raw.get("model_type"), fields.raw.get("text_config")
-    if kind not in TEXT_PARTS:
+    if not isinstance(kind, str) or kind not in TEXT_PARTS:
         return fields
     part = TEXT_PARTS[kind]
     if not isinstance(text, dict) or text.get("model_type", part.text_kind) != part.text_kind:

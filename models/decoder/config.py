@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_moe_lb import Losses, TopK
-from jax_moe_lb.core.checks import Count, checked_fields
+from jax_moe_lb.core.checks import Count, NonNegative, checked_fields
 from jax_moe_lb.core.experts import Activation
 from models.config import COMPUTE_DTYPES, require_one_of
 from models.decoder.rope import Rope
@@ -117,7 +117,7 @@ class DecoderConfig:
     mlp_dim: Count  # `F`, the inner width of an expert
     num_experts: Count  # `E`, experts per layer
     router: TopK  # router; its `num_experts_per_tok` is `K`
-    norm_eps: float  # epsilon of the RMS norms
+    norm_eps: NonNegative  # epsilon of the RMS norms
     rope: Rope  # rotary embedding
     attention_scale: float  # factor on attention scores
     source: str  # text of the `config.json`, copied by `save_pretrained`; of a multimodal model that of its text part

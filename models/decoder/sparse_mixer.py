@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_moe_lb import TopK
+from jax_moe_lb.core.checks import NonNegative
 from jax_moe_lb.core.types import iota
 from jax_moe_lb.routing import Routing, TokenInfo
 
@@ -20,7 +21,7 @@ class SparseMixer(TopK):
     # Source: Liu et al. 2024, GRIN, arXiv 2409.12136; `sparsemixer` of the published code.
 
     # Half of the largest distance of a logit in the softmax, relative to its magnitude or to the best logit
-    jitter: float = 0.01
+    jitter: NonNegative = 0.01
 
     def __call__(self, logits: Array, bias: Array | None = None, info: TokenInfo = TokenInfo()) -> Routing:
         """Route tokens."""

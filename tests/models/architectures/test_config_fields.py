@@ -195,6 +195,36 @@ SCALED = {
 }
 
 
+def scaled(kind, **settings):
+    return {"rope_parameters": {"rope_type": kind, **SCALED[kind], **settings}}
+
+
+OUT_OF_RANGE = [
+    ("mixtral", {"rope_theta": 0}, "rope_theta is 0; expected a finite number above 1"),
+    ("mixtral", scaled("yarn", factor=-4.0), "factor is -4.0; expected a finite number above 0"),
+    ("mixtral", scaled("llama3", factor=0), "factor is 0; expected a finite number above 0"),
+    (
+        "mixtral",
+        scaled("yarn", original_max_position_embeddings=0),
+        "embeddings is 0; expected a finite number above 0",
+    ),
+    ("mixtral", scaled("yarn", beta_fast=0), "beta_fast is 0; expected a finite number above 0"),
+    ("mixtral", scaled("yarn", mscale="x"), "mscale is 'x'; expected a finite number"),
+    ("mixtral", scaled("yarn", truncate="false"), "truncate is 'false'; expected true or false"),
+    ("mixtral", {"rms_norm_eps": -1e-5}, "norm_eps is -1e-05; expected a finite number, at least 0"),
+    ("deepseek_v3", scaled("linear", mscale_all_dim=[1]), "mscale_all_dim is [1]; expected a finite number"),
+    ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank is 0; expected an integer, 1 to"),
+    ("glm_moe_dsa", {"index_head_dim": 8}, "index_head_dim is 8; expected an integer, 16 to"),
+    ("gpt_oss", {"sliding_window": 0}, "sliding_window is 0; expected an integer, 1 to"),
+    ("granitemoe", {"logits_scaling": 0}, "logits_scaling is 0; expected a finite number above 0"),
+    ("hunyuan_v1_moe", {"rope_scaling": {"type": "dynamic", "alpha": -1}}, "alpha is -1; expected a finite number"),
+    ("llama4_text", {"floor_scale": 0}, "floor_scale is 0; expected a finite number above 0"),
+    ("phimoe", {"router_jitter_noise": -1}, "jitter is -1.0; expected a finite number, at least 0"),
+    ("mixtral", {"model_type": []}, "model_type is []; expected one of"),
+]
+"""Values that would make the outputs NaN, or fail in a later computation."""
+
+
 @pytest.mark.parametrize("kind", SCALED)
 @pytest.mark.parametrize("object_name", ["rope_parameters", "rope_scaling"])
 def test_every_rotary_setting_changes_the_embedding_or_is_refused(kind, object_name):
@@ -238,9 +268,10 @@ def test_every_rotary_setting_changes_the_embedding_or_is_refused(kind, object_n
             "is 1 and 2; expected one value",
         ),
         ("mixtral", {"swiglu_limit\n" + "x" * 100: 7.0}, "'swiglu_limit\\n"),
+        *OUT_OF_RANGE,
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(name, changed, expected):
+def test_invalid_or_contradicting_settings_are_refused(name, changed, expected):
     found = outcome(json.loads(tiny_config(name)) | changed)
     assert isinstance(found, str)
     assert expected in found
