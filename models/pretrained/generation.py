@@ -19,6 +19,8 @@ from models.decoder.attention import Cache
 from models.decoder.model import Decoder
 from models.mesh import batch_sharding, state_shardings
 
+FINITE = 1e-30, 1e30  # range of the settings of sampling besides 0: quotients of float32 logits stay finite
+
 
 @dataclass(frozen=True)
 @checked_fields
@@ -40,6 +42,10 @@ class Sampling:
         for name in ("top_p", "min_p"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at most 1")
+        least, most = FINITE
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            if (value := getattr(self, name)) and not least <= value <= most:
+                raise ValueError(f"{name} is {value}; expected {least} to {most}, as logits are float32")
 
 
 def choose(logits: Array, sampling: Sampling, key: Array, occurred: Array | None = None) -> Array:

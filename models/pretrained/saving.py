@@ -16,6 +16,7 @@ from flax import nnx
 from jax import Array
 from jax.experimental import multihost_utils
 
+from jax_moe_lb.core.checks import checked_dtype
 from models.architectures.parameter_map import ParameterSlice
 from models.architectures.registry import pieces_of
 from models.decoder.config import DecoderConfig
@@ -23,13 +24,15 @@ from models.decoder.layers import adapted
 from models.decoder.model import Decoder
 from models.decoder.stacked import StackedDecoder
 from models.pretrained.loading import by_path, grouped
-from models.pretrained.safetensors import INDEX, LENGTH_BYTES, NUMPY, SINGLE, copy_blocks
+from models.pretrained.safetensors import FLOATS, INDEX, LENGTH_BYTES, NUMPY, SINGLE, copy_blocks
 from models.run_folder.files import naming, part, write_whole
 
 MAX_FILE_BYTES = 2**30  # maximum bytes of tensors per file, unless one tensor is larger
 SUMMED_WORDS = 2**20  # words of 4 bytes of a tensor to exchange between processes at a time
 
 TensorShapes = dict[str, jax.ShapeDtypeStruct]  # shape and dtype of each tensor of a checkpoint, by name
+
+SAVED = tuple(NUMPY[name] for name in FLOATS)  # dtypes of a written checkpoint
 
 NAMES = {np.dtype(dtype): name for name, dtype in NUMPY.items()}  # name in safetensors of each dtype
 
@@ -48,7 +51,7 @@ def save_pretrained(
     model: Decoder | StackedDecoder,
     folder: Path,
     *,
-    dtype: str | None = None,
+    dtype: Any = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     keep_from: Path | None = None,
     packed: bool = False,
@@ -58,14 +61,14 @@ def save_pretrained(
     # another, so host memory holds at most two copies of the largest. Relocated experts have their own names. Without
     # `dtype`, every bit is kept. `keep_from` is a folder with tokenizer and generation settings to copy. `packed` uses
     # names and shapes of `transformers` 5 in memory, with all experts of a layer in two tensors.
-    dtype = model.config.param_dtype if dtype is None else dtype
+    stored = checked_dtype("dtype", model.config.param_dtype if dtype is None else dtype, SAVED)
     if jax.process_index() != 0:
         # A loop would hold each tensor until the next one is there.
-        deque(_tensors(model, jnp.dtype(dtype), packed)[1], maxlen=0)
+        deque(_tensors(model, stored, packed)[1], maxlen=0)
         return
     with vacant(folder) as aside:
-        write_tensors(aside, *_tensors(model, jnp.dtype(dtype), packed), max_file_bytes)
-        write_whole(aside / "config.json", config_json(model.config, dtype).encode())
+        write_tensors(aside, *_tensors(model, stored, packed), max_file_bytes)
+        write_whole(aside / "config.json", config_json(model.config, stored.name).encode())
         write_whole(aside / "README.md", readme(model.config).encode())
         if keep_from is not None:
             copy_files(KEPT_FILES, keep_from, aside)

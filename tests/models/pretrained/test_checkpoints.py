@@ -253,6 +253,13 @@ def test_no_pickle_is_read(mixtral, tmp_path):
         from_pretrained(folder, mesh())
 
 
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "none"])
+def test_a_checkpoint_is_written_in_floats_alone(mixtral, tmp_path, dtype):
+    with pytest.raises((TypeError, ValueError), match=rf"dtype is '?{dtype}'?; expected float64, float32"):
+        save_pretrained(from_pretrained(mixtral, mesh()), tmp_path / "out", dtype=dtype)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_a_folder_with_something_in_it_is_not_written_to(mixtral):
     model, before = from_pretrained(mixtral, mesh()), sorted(mixtral.iterdir())
@@ -288,6 +295,8 @@ def test_generating_from_the_command_line(mixtral, tmp_path):
         (["--repetition-penalty", "0"], "repetition_penalty is 0.0"),
         (["--stream", "--prompt", "b"], "stream is set with 2 prompts; expected one"),
         (["--max-new-tokens", "0"], "max_new_tokens is 0"),
+        (["--temperature", "1e-38"], "temperature is 1e-38; expected 1e-30 to 1e+30"),
+        (["--stop", ""], "stop is an empty text"),
     ],
 )
 def test_what_generate_refuses_is_one_line(mixtral, options, expected):
