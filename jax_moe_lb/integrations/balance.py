@@ -23,6 +23,7 @@ ADAPTERS = {
 }
 """Module of the adapter per supported block, by the block's module and class. Subclasses count as their base."""
 
+_SUPPORTED = ", ".join(map(".".join, ADAPTERS))
 _BLOCK_NAME = re.compile("moe|experts", re.IGNORECASE)
 
 
@@ -91,9 +92,8 @@ def balance(
         settings = _system(system, adapter.num_experts(block), axes)
         configured.append((block, adapter, BlockConfig(mesh, axes, settings, record_stats)))
     if not configured:
-        kinds = ", ".join(".".join(kind) for kind in ADAPTERS)
         raise ValueError(
-            f"model is a {type(model).__name__} without MoE blocks; expected one or more of {kinds}. "
+            f"model is a {type(model).__name__} without MoE blocks; expected one or more of {_SUPPORTED}. "
             "Replace other blocks by jax_moe_lb.MoE."
         )
     for block, adapter, config in configured:
@@ -113,9 +113,8 @@ def _blocks(model: nnx.Module) -> list[tuple[str, Any, Adapter]]:
     for path, module in modules:
         inside = any(path[: len(outer)] == outer for outer in found)
         if not inside and _holds_experts(module):
-            supported = ", ".join(".".join(key) for key in ADAPTERS)
             kind = f"{type(module).__module__}.{type(module).__qualname__}"
-            raise ValueError(f"{_name(path)} is a {kind}; expected one of {supported}")
+            raise ValueError(f"{_name(path)} is a {kind}; expected one of {_SUPPORTED}")
     return [(_name(path), block, adapter) for path, (block, adapter) in found.items()]
 
 

@@ -1,7 +1,7 @@
 """Execution of one MoE block by `moe`: the block's library routes, this library plans, sends tokens and multiplies."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -50,8 +50,15 @@ def refuse(path: str, argument: str, value: object, expected: str) -> None:
     raise ValueError(f"{path}.{argument} is {value}; expected {expected}")
 
 
-def topology_of(mesh: Mesh, expert_axes: tuple[str, ...], tensor_axes: tuple[str, ...], path: str) -> Topology:
+Axes = str | Sequence[str] | None
+"""Mesh axes of a dimension, as in a `PartitionSpec`."""
+
+
+def topology_of(mesh: Mesh, expert_axes: Axes, tensor_axes: Axes, path: str) -> Topology:
     """Return the topology of a block whose library names the axes."""
+    expert_axes, tensor_axes = (
+        (axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in (expert_axes, tensor_axes)
+    )
     if missing := [axis for axis in expert_axes if axis not in mesh.axis_names]:
         raise ValueError(
             f"mesh has the axes {mesh.axis_names}; expected {missing}, the expert axes of {path}. "

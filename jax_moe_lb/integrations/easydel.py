@@ -94,7 +94,7 @@ def _check(block: Any, path: str) -> None:
 
 
 def _topology(block: Any, mesh: Mesh, path: str) -> Topology:
-    return topology_of(mesh, ("ep",), ("tp",), path)
+    return topology_of(mesh, "ep", "tp", path)
 
 
 ADAPTER = Adapter(_balanced, _check, _topology, lambda block: block.n_routed_experts)

@@ -148,8 +148,7 @@ def _topology(block: Any, mesh: Mesh, path: str) -> Topology:
             raise ValueError(f"mesh has {mesh.shape[axis]} devices on the axis {axis}; expected 1, for {path}")
     if mesh != block.mesh:
         raise ValueError(f"mesh is {dict(mesh.shape)}; expected {path}.mesh, {dict(block.mesh.shape)}")
-    axes = block._expert_parallelism_name
-    return topology_of(mesh, (axes,) if isinstance(axes, str) else tuple(axes), TENSOR_AXES, path)
+    return topology_of(mesh, block._expert_parallelism_name, TENSOR_AXES, path)
 
 
 ADAPTER = Adapter(_balanced, _check, _topology, lambda block: block.num_experts)

@@ -43,11 +43,7 @@ def _topology(block: Any, mesh: Mesh, path: str) -> Topology:
             f"{path}.shd_config.exp_weight_edf[0] is None; expected a mesh axis. "
             "Pass topology=Topology.from_mesh(mesh, ...)."
         )
-    return topology_of(mesh, _names(axes), _names(inner), path)
-
-
-def _names(axes: Any) -> tuple[str, ...]:
-    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+    return topology_of(mesh, axes, inner, path)
 
 
 ADAPTER = Adapter(_balanced, _check, _topology, lambda block: block.num_experts)

@@ -269,10 +269,9 @@ class GroupedAttention(nnx.Module):
         if self.config.norm_after_rope:
             q, k = self._normed(q, k)
         q, k, v = checkpoint_name((q, k, v), "attention")
-        if cache is not None:
-            cache = k, v = remember(cache, (k, v), positions)
         sinks, chunk = None if self.sinks is None else self.sinks[...], self.scores.chunk
         if cache is not None:
+            cache = k, v = remember(cache, (k, v), positions)
             y = attend(q, k, v, positions, self.scores, sinks)
         else:
             # A chunk at least as long as the sequence limits nothing.
@@ -422,15 +421,14 @@ class LatentAttention(nnx.Module):
             index = None if index is None else index._replace(k=keys)
         k, v = self._keys_and_values(small, turned)
         q, k, v = checkpoint_name((q, k, v), "attention")
-        indexer = self.latent.indexer
-        scores = Scores(self.config.attention_scale, num_keys=0 if indexer is None else indexer.num_keys)
+        sizes = self.latent.indexer
+        scores = Scores(self.config.attention_scale, num_keys=0 if sizes is None else sizes.num_keys)
         if cache is not None:
             y = attend(q, k, v, positions, scores, index=index)
         else:
             # An indexer chooses all keys of short sequences.
-            y = causal_attention(
-                q, k, v, self.mesh, scores, None, segments, index if x.shape[1] > scores.num_keys else None
-            )
+            index = index if x.shape[1] > scores.num_keys else None
+            y = causal_attention(q, k, v, self.mesh, scores, None, segments, index)
         y = checkpoint_name(y, "attention")
         return self.out(y.reshape(*x.shape[:2], -1)), cache
 

@@ -53,9 +53,7 @@ class MultiTokenPrediction(nnx.Module):
         width = config.embed_dim
         self.embed_norm = norm(width, config.norm_eps, config, rngs)
         self.stream_norm = norm(width, config.norm_eps, config, rngs)
-        self.join = nnx.Linear(
-            2 * width, width, use_bias=False, dtype=config.compute_dtype, param_dtype=config.param_dtype, rngs=rngs
-        )
+        self.join = nnx.Linear(2 * width, width, use_bias=False, rngs=rngs, **linear_options(config))
         self.block = block
         self.norm = norm(width, config.norm_eps, config, rngs)
 
@@ -69,10 +67,10 @@ class FeedForward(nnx.Module):
     """Dense SwiGLU network, used in the first layers of some models."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
-        dtypes: dict[str, Any] = {"dtype": config.compute_dtype, "param_dtype": config.param_dtype, "rngs": rngs}
-        self.up = nnx.Linear(config.embed_dim, config.dense_mlp_dim, use_bias=False, **dtypes)
-        self.gate = nnx.Linear(config.embed_dim, config.dense_mlp_dim, use_bias=False, **dtypes)
-        self.down = nnx.Linear(config.dense_mlp_dim, config.embed_dim, use_bias=False, **dtypes)
+        options = linear_options(config) | {"use_bias": False, "rngs": rngs}
+        self.up = nnx.Linear(config.embed_dim, config.dense_mlp_dim, **options)
+        self.gate = nnx.Linear(config.embed_dim, config.dense_mlp_dim, **options)
+        self.down = nnx.Linear(config.dense_mlp_dim, config.embed_dim, **options)
 
     def __call__(self, x: Array) -> Array:
         """Apply the network to tokens `[..., H]`."""
@@ -139,13 +137,13 @@ class Decoder(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.config, self.mesh = config, mesh
-        words: dict[str, Any] = {"dtype": config.compute_dtype, "param_dtype": config.param_dtype, "rngs": rngs}
-        self.embed = nnx.Embed(config.vocab_size, config.embed_dim, **words)
+        options = linear_options(config) | {"rngs": rngs}
+        self.embed = nnx.Embed(config.vocab_size, config.embed_dim, **options)
         where = {"mesh": mesh, "topology": topology or topology_of(mesh), "system": system, "rules": rules}
         self.blocks = nnx.List([DecoderBlock(config, layer, where, rngs) for layer in range(config.num_layers)])
         self.norm = stream_norm(config, rngs)
-        words = linear_options(config) | {"use_bias": config.head_bias, "rngs": rngs}
-        self.head = None if config.tie_embeddings else nnx.Linear(config.embed_dim, config.vocab_size, **words)
+        options |= {"use_bias": config.head_bias}
+        self.head = None if config.tie_embeddings else nnx.Linear(config.embed_dim, config.vocab_size, **options)
         further = range(config.num_layers, config.num_layers + config.num_further)
         blocks = (DecoderBlock(config, layer, where, rngs) for layer in further)
         self.further = nnx.List([MultiTokenPrediction(config, block, rngs=rngs) for block in blocks])

@@ -134,31 +134,17 @@ def test_a_sync_changes_the_logits_of_a_compiled_model(tmp_path, all_devices):
     assert equal(tensors_of(model), tensors_of(other))
 
 
-def drop(tensors):
-    del tensors["model.layers.1.mlp.experts.down_proj"]
-
-
-def unpack(tensors):
-    tensors["model.layers.1.mlp.experts.3.gate_proj.weight"] = np.zeros((32, 64), np.float32)
-
-
-def transpose(tensors):
-    name = "model.layers.1.mlp.experts.gate_up_proj"
-    tensors[name] = np.swapaxes(tensors[name], 1, 2)
-
-
-def round_off(tensors):
-    name = "model.layers.1.mlp.experts.gate_up_proj"
-    tensors[name] = tensors[name].astype(np.int32)
+EXPERTS = "model.layers.1.mlp.experts"
+BOTH, DOWN, ONE = f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj", f"{EXPERTS}.3.gate_proj.weight"
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (drop, "tensors: missing: model.layers.1.mlp.experts.down_proj; expected"),
-        (unpack, "tensors: not of this model: model.layers.1.mlp.experts.3.gate_proj.weight; expected"),
-        (transpose, "experts.gate_up_proj has shape [16, 48, 64]; expected [16, 64, 48]"),
-        (round_off, "experts.gate_up_proj has dtype int32; expected floats"),
+        (lambda t: t.pop(DOWN), f"tensors: missing: {DOWN}; expected"),
+        (lambda t: t.update({ONE: np.zeros((32, 64), np.float32)}), f"tensors: not of this model: {ONE}; expected"),
+        (lambda t: t.update({BOTH: t[BOTH].swapaxes(1, 2)}), f"{BOTH} has shape [16, 48, 64]; expected [16, 64, 48]"),
+        (lambda t: t.update({BOTH: t[BOTH].astype(np.int32)}), f"{BOTH} has dtype int32; expected floats"),
     ],
 )
 def test_tensors_that_do_not_fit_are_one_line(change, expected, all_devices):

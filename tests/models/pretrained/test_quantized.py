@@ -25,10 +25,14 @@ MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.sel
 BITS = [0.0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 
+def linear_maps(tensors):
+    return [name for name in tensors if ".layers." in name and tensors[name].ndim == 2 and ".gate." not in name]
+
+
 def in_fp8(tensors, rng):
     """Quantize the linear maps of layers; return the dequantized weights from plain loops."""
     floats = dict(tensors)
-    for name in [name for name in tensors if ".layers." in name and tensors[name].ndim == 2 and ".gate." not in name]:
+    for name in linear_maps(tensors):
         bits = rng.standard_normal(tensors[name].shape, np.float32).astype(ml_dtypes.float8_e4m3fn)
         rows, columns = bits.shape
         scales = rng.uniform(0.01, 0.1, (-(-rows // 24), -(-columns // 40))).astype(np.float32)
@@ -55,10 +59,6 @@ def in_mxfp4(tensors, rng):
                 value = BITS[bits % 8] * (-1 if bits >= 8 else 1) * 2.0 ** (int(scales[e, c, group]) - 127)
                 floats[name][e, group * 32 + byte * 2 + half, c] = value
     return floats
-
-
-def linear_maps(tensors):
-    return [name for name in tensors if ".layers." in name and tensors[name].ndim == 2 and ".gate." not in name]
 
 
 def in_channels(tensors, rng):
