@@ -68,8 +68,9 @@ class LoraConfig:
     targets: Annotated[str | None, "modules with adapters, as `q_proj,v_proj`; `None`: attention and experts"] = None
 
     def __post_init__(self) -> None:
-        if self.targets is not None and not self.rank:
-            raise ValueError(f"targets is {self.targets!r} with rank 0; expected none. Set lora.rank")
+        for name, usual in {"alpha": LoraConfig.alpha, "targets": None}.items():
+            if not self.rank and getattr(self, name) != usual:
+                raise ValueError(f"{name} is {getattr(self, name)!r} with rank 0; expected {usual}. Set lora.rank")
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ def main(
         if bool(texts) == (messages is not None):
             raise ValueError(f"prompt is {prompt} and messages is {messages}; expected one of them")
         if "" in (stop or ()):
-            raise ValueError("stop is an empty text; expected at least one character")
+            raise ValueError("stop is ''; expected a text that is not empty")
         if stream and len(texts) > 1:
             raise ValueError(f"stream is set with {len(texts)} prompts; expected one")
         is_chat = chat or messages is not None

@@ -32,9 +32,9 @@ def make_mesh(parallel: ParallelConfig) -> Mesh:
     devices = jax.devices()
     enough = len(devices) == parallel.num_shards if jax.process_count() > 1 else len(devices) >= parallel.num_shards
     if not enough:
+        product = f"a product of {'at most ' * (jax.process_count() == 1)}{len(devices)}"
         raise ValueError(
-            f"{parallel.axes} is {parallel.sizes}; "
-            f"expected a product of {len(devices)}, the {devices[0].platform} devices here"
+            f"{parallel.axes} is {parallel.sizes}; expected {product}, the {devices[0].platform} devices here"
         )
     if jax.process_count() > 1 and devices[0].platform == "cpu":
         # XLA stores a program for CPUs without the order of collectives inside of a loop to those outside. Processes

@@ -89,7 +89,7 @@ def read_file(path: Path, limits: FileLimits = FileLimits()) -> Given:
     except ValueError as error:
         raise ValueError(f"config {str(path)!r} {error}") from error
     try:
-        return _with_system_options(_of_mapping(TrainConfig, {} if found is None else found, ""))
+        return _with_system_options(read_mapping(TrainConfig, {} if found is None else found))
     except ValueError as error:
         raise ValueError(f"config {str(path)!r}: {error}") from error
 
@@ -162,7 +162,8 @@ def _kinds(kind: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
-def _of_mapping(kind: type, found: Any, prefix: str) -> Given:
+def read_mapping(kind: type, found: Any, prefix: str = "") -> Given:
+    """Return the fields of a configuration in a mapping of YAML or JSON; another key or type raises `ValueError`."""
     if not isinstance(found, dict):
         raise ValueError(f"{prefix.rstrip('.') or 'the file'} is {shown(found)}; expected a mapping of keys to values")
     kinds, given = _kinds(kind), {}
@@ -172,14 +173,16 @@ def _of_mapping(kind: type, found: Any, prefix: str) -> Given:
             options = difflib.get_close_matches(str(name), kinds, MAX_MATCHES) or kinds
             raise ValueError(f"key is {shown(path)}; expected one of {', '.join(f'{prefix}{one}' for one in options)}")
         section = dataclasses.is_dataclass(kinds[name])
-        read = _of_mapping(kinds[name], value, f"{path}.") if section else _converted(path, kinds[name], value)
-        given[name] = read
+        given[name] = read_mapping(kinds[name], value, f"{path}.") if section else _converted(path, kinds[name], value)
     return given
 
 
 def _converted(path: str, hint: Any, raw: Any) -> Any:
     """Convert text, or a value of a YAML file, to the type of a field."""
     kind, optional = _kind(hint)
+    if kind is str and raw == "":
+        # An empty path would be the working directory.
+        raise ValueError(f"{path} is ''; expected a string that is not empty")
     if isinstance(raw, str):
         if optional and raw == "none" and kind is not str:
             return None

@@ -2,11 +2,13 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from glob import escape
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -70,7 +72,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 @app.command(cls=TrainCommand)
 def train(
-    config: Annotated[str, typer.Argument(help=CONFIG, metavar="CONFIG")] = "tiny",
+    config: Annotated[str | None, typer.Argument(help=CONFIG, metavar="CONFIG")] = None,
     system: Annotated[str | None, typer.Option(metavar="NAME[:KEY=VALUE,...]", help=SYSTEM)] = None,
     mesh: Annotated[str | None, typer.Option(metavar="AXIS=SIZE,...", help=MESH)] = None,
     data: Annotated[list[str] | None, typer.Option(metavar="PATH[:WEIGHT]", help=DATA)] = None,
@@ -92,19 +94,17 @@ def train(
     try:
         with _user_errors():
             limits = FileLimits().scaled(file_limits)
-            base, in_file = _config_named(config, limits)
-            if LIST in (assignments or ()):
-                typer.echo(settings.list_keys(updated(base, in_file)))
+            texts = [text for text in assignments or () if text != LIST]
+            options = _given(system, mesh, steps, seed, texts)
+            name = config or options.get("model", {}).get("checkpoint") or "tiny"
+            base, given = _config_named(name, options, limits)
+            if len(texts) < len(assignments or ()):
+                typer.echo(settings.list_keys(updated(base, given)))
                 raise typer.Exit
-            given = layered(in_file, _given(system, mesh, steps, seed, assignments or ()))
-            if "checkpoint" in (model := given.get("model", {})):
-                if base.model.checkpoint not in (None, model["checkpoint"]):
-                    other = model["checkpoint"]
-                    raise ValueError(f"model.checkpoint is {other!r}; expected none beside CONFIG {config!r}")
-                base = TUNING
             asked = TrainArgs(
-                config, base, given, epochs, data or [], template_set or [], run_dir, resume, overwrite, limits
+                name, base, given, epochs, data or [], template_set or [], run_dir, resume, overwrite, limits
             )
+            watching = _loggers(loggers or [], profile)
             if target is not None:
                 asked.dry_run(target)
                 raise typer.Exit
@@ -113,8 +113,7 @@ def train(
         progress = Progress()
         with _joined(place, processes, progress), StopRequest() as stop:
             console = Console(quiet=place is not None and place.process_id > 0)
-            watched = partial(_loggers, loggers or [], profile)
-            _carry_out(partial(asked.prepare, place), console, stop, watched, progress)
+            _carry_out(partial(asked.prepare, place), console, stop, watching, progress)
     except UserError as error:
         say(f"error: {error}")
         raise typer.Exit(USER_ERRORS) from error
@@ -126,8 +125,8 @@ def train(
 class TrainArgs:
     """Command line of one training run."""
 
-    name: str  # preset, or path of a YAML file
-    base: TrainConfig  # the preset, or the defaults for a file
+    name: str  # preset, published model, or path of a checkpoint or YAML file
+    base: TrainConfig  # the preset, or the defaults for a checkpoint or file
     given: Given  # fields of `TrainConfig` given by the file and the options
     epochs: float | None  # passes over the data; `None` for the number of steps
     data: list[str]  # paths of the text; empty for the default text
@@ -148,7 +147,8 @@ class TrainArgs:
 
     def prepare(self, place: Place | None, tell: Tell) -> Run:
         """Validate all inputs and prepare the run; see `models.training.loop.prepare`."""
-        name = Path(self.name).name.removesuffix(".yaml").removesuffix(".yml")
+        # `.` and `..` have no name of their own.
+        name = os.path.basename(os.path.abspath(self.name)).removesuffix(".yaml").removesuffix(".yml")
         first = Path("runs") / (f"{name}-tuned" if Path(self.name).is_dir() else name)
         folder = self.run_dir or _default_run_dir(first, place, last=bool(self.resume or self.overwrite))
         before = RunFolder(folder, self.limits)
@@ -203,16 +203,18 @@ class TrainArgs:
         return updated(self.base, layered(words, moves, given))
 
 
-def _config_named(name: str, limits: FileLimits) -> tuple[TrainConfig, Given]:
-    """Return a preset, or the defaults and the fields given by a file."""
+def _config_named(name: str, options: Given, limits: FileLimits) -> tuple[TrainConfig, Given]:
+    """Return a preset, or the defaults for a checkpoint or file, and the fields given by file and options."""
     if Path(name).suffix in (".yaml", ".yml"):
-        return TrainConfig(), settings.read_file(Path(name), limits)
-    if name in PRESETS:
-        return PRESETS[name], {}
-    if name not in PUBLISHED_NAMES and not Path(name).is_dir():
+        given = layered(settings.read_file(Path(name), limits), options)
+        return TrainConfig() if given.get("model", {}).get("checkpoint") is None else TUNING, given
+    if name not in (*PRESETS, *PUBLISHED_NAMES) and not Path(name).is_dir():
         expected = f"one of {', '.join(sorted(PRESETS))}, a checkpoint folder or a .yaml file"
         raise ValueError(f"config is {name!r}; expected {expected}")
-    return dataclasses.replace(TUNING, model=ModelConfig(checkpoint=name)), {}
+    base = PRESETS.get(name) or dataclasses.replace(TUNING, model=ModelConfig(checkpoint=name))
+    if (other := options.get("model", {}).get("checkpoint", base.model.checkpoint)) != base.model.checkpoint:
+        raise ValueError(f"model.checkpoint is {other!r}; expected none beside CONFIG {name!r}")
+    return base, options
 
 
 def _given(
@@ -254,7 +256,7 @@ def _carry_out(
     prepared: Callable[[Tell], Run],
     console: Console,
     stop: StopRequest,
-    watched: Callable[[], MetricLoggerConfig],
+    watching: MetricLoggerConfig,
     progress: Progress,
 ) -> None:
     """Prepare and execute a run, and print its progress."""
@@ -262,7 +264,6 @@ def _carry_out(
         show(console, f"this folder shadows {hidden} and has no custom calls; run pip install -e .")
     try:
         with _user_errors():
-            watching = watched()
             run = prepared(partial(show, console))
     except OSError as error:
         raise UserError(f"{error.filename!r} cannot be read or written: {error.strerror}; {RESUMING}") from error
@@ -354,7 +355,7 @@ def _options(config: TrainConfig, corpus: Corpus, run_dir: Path | None, place: P
 
 def _default_run_dir(first: Path, place: Place | None, *, last: bool) -> Path:
     """Return the default run folder, numbered so that a run does not overwrite earlier ones."""
-    others = {path.name.removeprefix(f"{first.name}-"): path for path in first.parent.glob(f"{first.name}-*")}
+    others = {path.name.removeprefix(f"{first.name}-"): path for path in first.parent.glob(f"{escape(first.name)}-*")}
     folders = {1: first} | {int(number): path for number, path in others.items() if number.isdigit()}
     number = max((number for number, path in folders.items() if RunFolder(path).has_run), default=0)
     number = max(number, 1) if last else number + 1

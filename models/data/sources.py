@@ -212,6 +212,8 @@ def _grouped(named: list[tuple[Path, float | None]]) -> list[tuple[list[Path], f
 def _weighed(source: str) -> tuple[Path, float | None]:
     """Split PATH:WEIGHT; an existing path has no weight."""
     path, colon, text = source.rpartition(":")
+    if source == "":
+        raise ValueError("data is ''; expected a file or folder")
     if not colon or Path(source).exists():
         return Path(source), None
     try:

@@ -95,7 +95,7 @@ def test_an_unknown_target_is_refused():
         target_paths(decoder_config("mixtral", 1), "q_proj,router")
     with pytest.raises(ValueError, match="targets is 'w1,w2'; expected all or none of w1, w2, w3, the experts'"):
         target_paths(decoder_config("mixtral", 1), "w1,w2")
-    with pytest.raises(ValueError, match="targets is 'q_proj' with rank 0; expected none"):
+    with pytest.raises(ValueError, match=r"targets is 'q_proj' with rank 0; expected None\. Set lora\.rank"):
         LoraConfig(targets="q_proj")
 
 
