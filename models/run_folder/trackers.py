@@ -3,7 +3,7 @@
 import importlib
 import importlib.util
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from models.config import TrainConfig
 from models.run_folder.metrics import RunFolder
 
 LINE = "loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s  imbalance {imbalance_before_mean:.2f} -> "
@@ -79,9 +80,11 @@ class MetricLogger(AbstractContextManager["MetricLogger"]):
     """Forwarder of the rows of `metrics.jsonl` to loggers, and a context manager closing them."""
 
     def __init__(
-        self, folder: RunFolder, watching: MetricLoggerConfig, first_step: int, *, writes: bool, config: dict[str, Any]
+        self, folder: RunFolder, watching: MetricLoggerConfig, first_step: int, config: TrainConfig, *, writes: bool
     ) -> None:
-        self.traced = range(first_step + SKIPPED_STEPS, first_step + SKIPPED_STEPS + watching.profile)
+        # A short run skips fewer steps.
+        first_traced = min(first_step + SKIPPED_STEPS, max(first_step, config.steps + 1 - watching.profile))
+        self.traced = range(first_traced, min(first_traced + watching.profile, config.steps + 1))
         self.tracing, self.profile = False, folder.profile
         self.board: Any = None
         self.run: Any = None
@@ -92,7 +95,7 @@ class MetricLogger(AbstractContextManager["MetricLogger"]):
             # wandb writes into the run folder; without an account it prints instructions.
             wandb = importlib.import_module("wandb")
             name = folder.path.absolute().name
-            self.run = wandb.init(project=watching.wandb, dir=str(folder.path), name=name, config=config)
+            self.run = wandb.init(project=watching.wandb, dir=str(folder.path), name=name, config=asdict(config))
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._stop_tracing()

@@ -56,7 +56,7 @@ from models.run_folder.report import LiveReport, write_report
 from models.run_folder.trackers import MetricLogger, MetricLoggerConfig, StepLine
 from models.settings import in_section
 from models.training.faults import StepRunner, StopRequest, check_state, check_step
-from models.training.optimizer import learning_rates
+from models.training.optimizer import learning_rate
 from models.training.resume import check_continues, described, layout_of, next_homes, per_layer
 from models.training.source import Source, source_of
 from models.training.step import Programs, make_programs
@@ -110,8 +110,11 @@ def prepare(
         system = make_system(config.parallel)
     source = source_of(config.model, limits)
     if source is not None and source.folder is not None:
-        if source.folder.absolute() == run_dir.absolute():
-            raise ValueError(f"run_dir is {str(run_dir)!r}, the folder of the checkpoint; expected another folder")
+        base = source.folder.resolve()
+        if base == run_dir.resolve() or any(base.is_relative_to(path.resolve()) for path in folder.files):
+            # The run would move or replace it.
+            which = f"another folder than that of the checkpoint {str(source.folder)!r}"
+            raise ValueError(f"run_dir is {str(run_dir)!r}; expected {which}")
         if config.lora.rank or not resume:
             # A resumed run reads only frozen parameters of it again.
             checked_weights(source.folder, source.config, limits)
@@ -122,7 +125,7 @@ def prepare(
     writes = jax.process_index() == 0
     # Check before tracing, which takes seconds, and again under the lock, as another run may have started.
     if resume:
-        check_continues(_described(config, corpus), config.steps, folder)
+        check_continues(config, corpus.fingerprint, folder)
         folder.check_limits()
     elif writes:
         _check_place(folder)
@@ -165,7 +168,7 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLogg
     tell = partial(show, console)
     state = _begun(run) if run.state is None else run.state
     writes, validate = jax.process_index() == 0, _validation(run)
-    so_far = _so_far(run)
+    so_far, tokens_seen = _so_far(run), run.position.get("tokens", step * config.tokens_per_step)
     # Compile before the first step starts, so that its step time excludes compilation.
     step_program, compile_s = _compiled(run)
     do = StepRunner(step_program, run.programs.step_again, tell)
@@ -173,7 +176,7 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLogg
     num_params = sum(math.prod(leaf.shape) for leaf in params)
     others = {"num_groups": config.parallel.data_parallel, "num_params": num_params, "compile_s": compile_s}
     with (
-        MetricLogger(run.folder, watching, step + 1, writes=writes, config=dataclasses.asdict(config)) as watcher,
+        MetricLogger(run.folder, watching, step + 1, config, writes=writes) as watcher,
         Checkpoints(run.folder.checkpoints, run.config.checkpoints, run_id=run.run_id) as checkpoints,
         StepLine(console, step, config.steps) as line,
         _batches(run) as batches,
@@ -197,9 +200,12 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLogg
             state, loss, norm, stats = do(step, state, tokens)
             step_time_s = time.perf_counter() - step_started
             check_step(step, float(loss), stats, checkpoints.newest_step)
-            others_of_step = {"gradient_norm": float(norm)} | so_far(step)
+            # Padding is not routed, and so in no count.
+            num_tokens = int(stats.counts[0].sum()) // config.model.experts_per_token
+            tokens_seen += num_tokens
+            others_of_step = {"gradient_norm": float(norm), "tokens_seen": tokens_seen} | so_far(step)
             row = recorder.step(
-                step, float(loss), stats, config.tokens_per_step, step_time_s, config.num_microbatches, others_of_step
+                step, float(loss), stats, num_tokens, step_time_s, config.num_microbatches, others_of_step
             )
             recorder.other(pace.stepped(step, step_time_s))
             line.show(row)
@@ -214,10 +220,10 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLogg
             if config.relocation.interval is not None and step % config.relocation.interval == 0:
                 state = _moved(run, state, step, recorder)
             if step % config.checkpoints.interval == 0:
-                save(step, state, batches.state())
+                save(step, state, batches.state() | {"tokens": tokens_seen})
             checkpoints.check()
         # Save after the last step, or after a stop.
-        save(step, state, batches.state())
+        save(step, state, batches.state() | {"tokens": tokens_seen})
         checkpoints.wait()
     if step < config.steps:
         tell(f"stopped by {stop.name} after step {step} of {config.steps}; --resume continues in {run.folder.path}")
@@ -230,15 +236,10 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLogg
 
 
 def _so_far(run: Run) -> Callable[[int], dict[str, float]]:
-    """Return a function from a step to its learning rate, and to the tokens and epochs read until its end."""
-    config, rates = run.config, learning_rates(run.config)
+    """Return a function from a step to its learning rate, and to the epochs read until its end."""
+    config, rate = run.config, learning_rate(run.config)
     epochs = config.batch.size / run.corpus.num_sequences(config.batch.sequence_length)
-
-    def so_far(step: int) -> dict[str, float]:
-        tokens = step * config.tokens_per_step
-        return {"learning_rate": float(rates[step - 1]), "tokens_seen": tokens, "epoch": step * epochs}
-
-    return so_far
+    return lambda step: {"learning_rate": rate(step), "epoch": step * epochs}
 
 
 def _begun(run: Run) -> nnx.State:
@@ -366,13 +367,15 @@ def _unwritable(folder: RunFolder, error: OSError) -> str:
 def _resumed(run: Run, tell: Tell) -> Run:
     """Restore the newest intact checkpoint, and move newer, damaged ones aside."""
     folder = run.folder
-    check_continues(_described(run.config, run.corpus), run.config.steps, folder)
+    check_continues(run.config, run.corpus.fingerprint, folder)
     layout = layout_of(run.config.parallel)
     step, state, kept = _restored(run, layout, tell)
     if changed := [name for name, value in layout.items() if value != kept.layout.get(name)]:
         changes = ", ".join(f"{name} {layout[name]!r} instead of {kept.layout.get(name)!r}" for name in changed)
         begins = "; the load history of the balancers is reset" if parts(state)["mesh"] else ""
         tell(f"resuming from step {step} with {changes}{begins}")
+    if kept.base != (base := _base(run.config)):
+        tell(f"resuming from step {step} with the base {base!r} instead of {kept.base!r}")
     for damaged in steps_in(folder.checkpoints):
         if damaged > step and run.lock is not None:
             folder.damaged.mkdir(exist_ok=True)
@@ -473,6 +476,9 @@ def _validation(run: Run) -> Callable[[nnx.State], float]:
 def _finish(run: Run, others: dict[str, float], tell: Tell) -> dict:
     """Write the summary and the report of the run, from the files in its folder."""
     if jax.process_index() != 0:
+        return {}
+    if not run.folder.rows("step"):
+        tell("the run folder has no metrics of steps; summary.json and report.html are not written")
         return {}
     summary = summarise(run.folder) | others
     write_whole(run.folder.summary, (json.dumps(summary, indent=2) + "\n").encode())

@@ -1,10 +1,10 @@
 """Optimizers with their learning rate schedules, clipped gradients, and state in float32 or bfloat16."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax  # type: ignore[import-untyped]
 from flax import nnx
 from jax import Array
@@ -87,11 +87,16 @@ def gradient_norm(gradients: nnx.State) -> Array:
     return norm
 
 
-def learning_rates(config: TrainConfig) -> np.ndarray:
-    """Return the learning rate of each step of a run, float64 `[steps]`."""
-    # optax mixes integer counts and floats, as in `apply_gradients`.
-    with jax.numpy_dtype_promotion("standard"):
-        return np.asarray(jax.vmap(make_schedule(config))(jnp.arange(config.steps)), np.float64)
+def learning_rate(config: TrainConfig) -> Callable[[int], float]:
+    """Return a function from a step of a run, from 1, to its learning rate."""
+    schedule = jax.jit(make_schedule(config))
+
+    def rate(step: int) -> float:
+        # optax mixes integer counts and floats, as in `apply_gradients`.
+        with jax.numpy_dtype_promotion("standard"):
+            return float(schedule(step - 1))
+
+    return rate
 
 
 def make_schedule(config: TrainConfig) -> optax.Schedule:

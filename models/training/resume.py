@@ -18,12 +18,12 @@ from jax_moe_lb.core.file_limits import LimitError
 from jax_moe_lb.layer.systems import system_named
 from jax_moe_lb.nn import expert_bytes
 from jax_moe_lb.planners import moved_experts, plan_relocation
-from models.config import BatchConfig, DataConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from models.config import ParallelConfig, TrainConfig
 from models.mesh import make_system
 from models.run_folder.checkpoints import steps_in
 from models.run_folder.files import misplacement
 from models.run_folder.metrics import RunFolder
-from models.settings import Given, layered
+from models.settings import Given, layered, read_mapping, updated
 
 OF_THE_SYSTEM = ("replica_slots", "headroom", "max_rounds")
 OF_THE_RANKS = ("ranks_per_domain",)
@@ -45,24 +45,23 @@ def layout_of(parallel: ParallelConfig) -> dict[str, Any]:
 
 def as_before(folder: RunFolder, given: Given) -> Given:
     """Add the mesh, system, relocation and time of the run to resume to the given fields."""
-    parallel_given = given.get("parallel", {})
-    try:
-        before = folder.described()["config"]
-        parallel, moves = dict(before["parallel"]), dict(before.get("relocation", {}))
-        data = {"now": now} if (now := before.get("data", {}).get("now")) else {}
-    except (OSError, AttributeError, KeyError, TypeError, ValueError):
+    if not _can_resume(folder):
+        # `check_continues` raises after the other options are checked.
         return given
-    system = parallel_given.get("system", parallel.get("system"))
-    if system != parallel.get("system"):
+    before, of_given = _before(folder)[0], given.get("parallel", {})
+    parallel, moves = dataclasses.asdict(before.parallel), dataclasses.asdict(before.relocation)
+    changed = {name for name, value in parallel.items() if of_given.get(name, value) != value}
+    if "system" in changed:
         parallel |= dict.fromkeys(OF_THE_SYSTEM)
-        if jax.tree.leaves(system_named(system).balancer.init((2, 2))):
+        if jax.tree.leaves(system_named(of_given["system"]).balancer.init((2, 2))):
             # Its balancer keeps loads by place, which is incompatible with relocation.
             moves = {}
-    if parallel_given.get("expert_parallel", parallel.get("expert_parallel")) != parallel.get("expert_parallel"):
+    if "expert_parallel" in changed:
         parallel |= dict.fromkeys(OF_THE_RANKS)
-    if parallel_given.get("stages", parallel.get("stages")) != parallel.get("stages"):
+    if "stages" in changed:
         parallel = {name: value for name, value in parallel.items() if name not in OF_THE_STAGES}
     moves = {name: value for name, value in moves.items() if value is not None}
+    data = {"now": now} if (now := before.data.now) else {}
     return layered({"parallel": parallel, "relocation": moves, "data": data}, given)
 
 
@@ -111,39 +110,45 @@ def described(step: int, permutation: np.ndarray, state: nnx.State, topology: To
     return row | {"homes": per_layer(state, "homes").tolist()}
 
 
-def check_continues(now: dict[str, Any], steps: int, folder: RunFolder) -> None:
+def check_continues(config: TrainConfig, fingerprint: str, folder: RunFolder) -> None:
     """Raise `ValueError` unless the run in the folder can be resumed."""
-    done = steps_in(folder.checkpoints)
-    if not done or not folder.config.exists():
+    if not _can_resume(folder):
         raise ValueError(f"resume is set, but {str(folder.path)!r} has no checkpoint; expected a run_dir with one")
-    try:
-        before = _fixed(folder.described())
-    except LimitError:
-        raise
-    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
-        raise ValueError(f"{str(folder.config)!r} cannot be read; expected the config of the run to resume") from error
-    for name, value in _fixed(now).items():
-        if value != before.get(name):
-            raise ValueError(f"{name} is {value!r}; expected {shown(before.get(name))}, as in the run to resume")
+    before = _fixed(*_before(folder))
+    for name, value in _fixed(config, fingerprint).items():
+        if value != before[name]:
+            raise ValueError(f"{name} is {value!r}; expected {shown(before[name])}, as in the run to resume")
     # A folder with another name than its step is no checkpoint to resume.
     run_id, limits = folder.run_id, folder.limits
+    done = steps_in(folder.checkpoints)
     newest = next((step for step in done if not misplacement(folder.checkpoints / str(step), run_id, limits)), 0)
-    if newest > steps:
-        raise ValueError(f"steps is {steps}; expected at least {newest}, the step of the checkpoint to resume")
+    if newest > config.steps:
+        raise ValueError(f"steps is {config.steps}; expected at least {newest}, the step of the checkpoint to resume")
     # Raises if a row cannot be parsed.
     folder.rows("step")
 
 
-def _fixed(described: dict) -> dict:
+def _can_resume(folder: RunFolder) -> bool:
+    return bool(steps_in(folder.checkpoints)) and folder.config.exists()
+
+
+def _before(folder: RunFolder) -> tuple[TrainConfig, str]:
+    """Return the configuration of the run to resume, in which missing keys have their defaults, and its data."""
+    try:
+        described = folder.described()
+        return updated(TrainConfig(), read_mapping(TrainConfig, described["config"])), described["data"]["fingerprint"]
+    except LimitError:
+        raise
+    except (KeyError, OSError, TypeError, ValueError) as error:
+        raise ValueError(f"{str(folder.config)!r} cannot be read; expected the config of the run to resume") from error
+
+
+def _fixed(config: TrainConfig, fingerprint: str) -> dict[str, Any]:
     """Return the options that a resumed run may not change."""
-    # A key missing from an older run has its default.
-    config = {"lora": {}, "data": {}} | described["config"]
-    whole = {"model": ModelConfig, "batch": BatchConfig, "lora": LoraConfig}
-    sections = {name: dataclasses.asdict(kind(**config[name])) for name, kind in whole.items()}
-    fixed = {f"{name}.{key}": value for name, values in sections.items() for key, value in values.items()}
+    whole = {name: dataclasses.asdict(getattr(config, name)) for name in ("model", "batch", "lora")}
+    fixed = {f"{name}.{key}": value for name, values in whole.items() for key, value in values.items()}
     # The residuals of a step do not change its result.
     del fixed["model.remat"]
-    optimizer, data = OptimizerConfig(**config["optimizer"]), DataConfig(**config["data"])
-    fixed |= {"optimizer.name": optimizer.name, "optimizer.state_dtype": optimizer.state_dtype}
-    fixed |= {"data.within_documents": data.within_documents, "seed": config["seed"]}
-    return fixed | {"data": described["data"]["fingerprint"]}
+    fixed |= {f"optimizer.{key}": getattr(config.optimizer, key) for key in ("name", "state_dtype")}
+    within = config.data.within_documents
+    return fixed | {"data.within_documents": within, "seed": config.seed, "data": fingerprint}

@@ -19,7 +19,7 @@ from models.console import UserError
 from models.multi_process.stragglers import straggler_hosts
 from models.run_folder.checkpoints import steps_in
 from models.run_folder.metrics import RunFolder
-from models.run_folder.trackers import MetricLoggerConfig, StepLine, scalars
+from models.run_folder.trackers import MetricLogger, MetricLoggerConfig, StepLine, scalars
 from models.training.faults import check_state, check_step
 from models.training.loop import execute, prepare
 from tests.models.small import CONFIG, CORPUS
@@ -71,6 +71,14 @@ def test_what_is_not_installed_or_no_number_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"wandb is not installed; expected pip install '.\[wandb\]'"):
         MetricLoggerConfig(wandb="project")
+
+
+@pytest.mark.parametrize(
+    ("first_step", "profile", "traced"), [(1, 2, (3, 4)), (1, 99, range(1, 9)), (8, 1, (8,)), (9, 1, ()), (1, 0, ())]
+)
+def test_a_short_run_is_traced(first_step, profile, traced, tmp_path):
+    watcher = MetricLogger(RunFolder(tmp_path), MetricLoggerConfig(profile=profile), first_step, CONFIG, writes=False)
+    assert tuple(watcher.traced) == tuple(traced)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run():

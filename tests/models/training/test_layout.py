@@ -36,7 +36,9 @@ def test_a_checkpoint_fits_any_mesh(trained_run, mesh, all_devices):
     folder = RunFolder(trained_run).checkpoints
     step, state, kept = restore_newest(folder, made.state_shapes, lines.append, made.init, layout)
     assert (step, lines) == (8, [])
-    assert kept == CheckpointMetadata(layout_of(CONFIG.parallel), {"sequences": 8 * CONFIG.batch.size})
+    assert kept == CheckpointMetadata(
+        layout_of(CONFIG.parallel), {"sequences": 8 * CONFIG.batch.size, "tokens": 8 * CONFIG.tokens_per_step}
+    )
     assert jax.tree.structure(state) == jax.tree.structure(made.state_shapes)
     with Checkpoints(folder) as checkpoints:
         before = parts(checkpoints.restore(8, programs(CONFIG).state_shapes))
@@ -94,6 +96,26 @@ def test_a_run_goes_on_with_half_the_ranks_and_eplb(trained_run, command_line, t
     assert losses(folder.path) == losses(straight)
 
 
+@pytest.mark.parametrize(
+    ("section", "changes"),
+    [
+        ("parallel", {"old_key": 1}),
+        ("parallel", {"stages": "x"}),
+        ("parallel", {"system": 5}),
+        ("data", {"now": 5}),
+        ("relocation", 3),
+    ],
+)
+def test_a_damaged_config_is_refused(tmp_path, section, changes):
+    config = dataclasses.asdict(CONFIG)
+    config[section] = config[section] | changes if isinstance(changes, dict) else changes
+    folder = RunFolder(tmp_path)
+    (folder.checkpoints / "4").mkdir(parents=True)
+    folder.config.write_text(json.dumps({"config": config, "data": {"fingerprint": ""}}))
+    with pytest.raises(ValueError, match=r"config.json' cannot be read; expected the config of the run to resume"):
+        as_before(folder, {})
+
+
 @pytest.mark.thorough
 def test_homes_begin_where_a_run_had_none(trained_run):
     made = programs(dataclasses.replace(on(1, 4, "greedy"), relocation=RelocationConfig(2)))
@@ -113,7 +135,7 @@ def test_experts_that_moved_come_home_for_a_system_that_remembers_loads(tmp_path
     assert (np.asarray(moved[0]["stacks"][0][0]["moe"]["up"].get_value()) != before["0.stacks.0.0.moe.up.value"]).any()
     with Checkpoints(folder.checkpoints) as checkpoints:
         checkpoints.save(4, moved, CheckpointMetadata(layout_of(moving.parallel), {"steps": 4}))
-    folder.config.write_text(json.dumps({"config": dataclasses.asdict(moving)}))
+    folder.config.write_text(json.dumps({"config": dataclasses.asdict(moving), "data": {"fingerprint": ""}}))
 
     given = as_before(folder, {"parallel": {"system": "eplb", "expert_parallel": 4}})
     assert (given["parallel"]["system"], given["parallel"]["expert_parallel"]) == ("eplb", 4)

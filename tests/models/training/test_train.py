@@ -19,8 +19,8 @@ from models.mesh import make_mesh, make_system, place_batch
 from models.run_folder.checkpoints import Checkpoints
 from models.run_folder.metrics import RunFolder, router_losses
 from models.train import app
-from models.training.loop import _validation, prepare
-from models.training.optimizer import make_schedule
+from models.training.loop import _finish, _validation, prepare
+from models.training.optimizer import learning_rate, make_schedule
 from models.training.step import make_programs
 from tests.models.reference_loss import next_token_loss
 from tests.models.small import CONFIG, CORPUS, losses
@@ -57,6 +57,8 @@ def test_what_a_step_records(trained_run):
 def test_a_step_records_gradient_rate_and_place_in_the_data(trained_run):
     rows = RunFolder(trained_run).rows("step")
     config, length = CONFIG, CONFIG.batch.sequence_length
+    # No array has the rates of all steps.
+    assert learning_rate(dataclasses.replace(config, steps=10**10))(1) > 0
     schedule = make_schedule(config)
     for step, row in enumerate(rows, 1):
         assert row["learning_rate"] == pytest.approx(float(schedule(step - 1)))
@@ -119,6 +121,12 @@ def test_epochs_give_the_steps(command_line, monkeypatch):
     assert made == [math.ceil(epochs * sequences / CONFIG.batch.size) for epochs in (0.001, 1, 2.5)]
     assert "epochs is 2.0 and steps is 3; expected one" in command_line("--epochs", "2", "--steps", "3").output
     assert "epochs is 0.0; expected a finite number above 0" in command_line("--epochs", "0").output
+
+
+def test_a_finished_run_without_metrics_has_no_summary(tmp_path):
+    lines = []
+    assert _finish(SimpleNamespace(folder=RunFolder(tmp_path)), {}, lines.append) == {}
+    assert lines == ["the run folder has no metrics of steps; summary.json and report.html are not written"]
 
 
 def refuse():

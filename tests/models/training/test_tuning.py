@@ -13,6 +13,7 @@ from jax_moe_lb.core import FileLimits
 from models import train
 from models.architectures.registry import ARCHITECTURES
 from models.config import DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from models.data.marks import segments
 from models.data.sources import corpus_from
 from models.data.tokenizers import TokenizerFile
 from models.mesh import make_mesh
@@ -169,27 +170,42 @@ def test_dropout_of_a_checkpoint_is_named(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_is_not_written_into_its_checkpoint(checkpoint):
-    arguments = [checkpoint, "--data", checkpoint.parent / "text", "--run-dir", checkpoint, "--overwrite", *SMALL]
-    before = sorted(checkpoint.iterdir())
+@pytest.mark.parametrize("name", ["", "model"], ids=["into", "over"])
+def test_a_run_is_not_written_into_its_checkpoint(checkpoint, name):
+    if name:
+        (checkpoint.parent / "run").mkdir()
+        checkpoint = checkpoint.rename(checkpoint.parent / "run" / name)
+    run = checkpoint.parent if name else checkpoint
+    arguments = [checkpoint, "--data", run.parent / "text", "--run-dir", run, "--overwrite", *SMALL]
+    before = sorted(run.rglob("*"))
     result = CliRunner().invoke(train.app, [*map(str, arguments), "--mesh", "expert=4"])
-    assert (result.exit_code, sorted(checkpoint.iterdir())) == (2, before)
-    assert f"--run-dir is {checkpoint}; expected another path than CONFIG {checkpoint}" in result.stderr
+    assert (result.exit_code, sorted(run.rglob("*"))) == (2, before)
+    where = f"--run-dir is {run}; expected another path than CONFIG {checkpoint}"
+    inside = f"run_dir is '{run}'; expected another folder than that of the checkpoint '{checkpoint}'"
+    assert (inside if name else where) in result.stderr
 
 
 @pytest.mark.thorough
-def test_a_resumed_run_renders_the_time_of_its_start(checkpoint):
+def test_a_resumed_run_renders_the_time_of_its_start(checkpoint, monkeypatch):
     (checkpoint / "chat_template.jinja").write_text(
         "{{ strftime_now('%f %S') }}{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}a{% endif %}"
     )
-    talk = {"messages": [{"role": role, "content": TEXT} for role in ("user", "assistant")]}
-    (checkpoint.parent / "text.jsonl").write_text((json.dumps(talk) + "\n") * 40)
+    talk = {"messages": [{"role": role, "content": "abcd"} for role in ("user", "assistant")]}
+    (checkpoint.parent / "text.jsonl").write_text((json.dumps(talk) + "\n") * 400)
     options = ["--mesh", "data=2,expert=2", "--data", checkpoint.parent / "text.jsonl"]
+    options += sets("batch.sequence_length=24")
+    read = []
+    monkeypatch.setattr(train, "corpus_from", lambda *given, **how: read.append(corpus_from(*given, **how)) or read[-1])
     begun, _ = tuned(checkpoint, "run", *options, "--steps", 1)
     now = begun.described()["config"]["data"]["now"]
     resumed, _ = tuned(checkpoint, "run", *options, "--steps", 2, "--resume")
     assert (len(losses(resumed)), resumed.described()["config"]["data"]["now"]) == (2, now)
+    # Padding is not counted.
+    batches = [read[-1].batch(0, step, 8, 24)[:, :-1] for step in (1, 2)]
+    num_tokens = [int((np.asarray(segments(jnp.asarray(batch))) >= 0).sum()) for batch in batches]
+    assert sum(num_tokens) < 2 * 8 * 24
+    assert [row["tokens_seen"] for row in resumed.rows("step")] == np.cumsum(num_tokens).tolist()
 
 
 @pytest.mark.slow
