@@ -15,8 +15,10 @@ from models.config import (
     ValidationConfig,
 )
 from models.data.corpus import Corpus
+from models.mesh import make_mesh, make_system, place_batch
 from models.run_folder.metrics import RunFolder
 from models.training.loop import execute, prepare
+from models.training.step import make_programs
 
 CONFIG = TrainConfig(
     model=ModelConfig(num_layers=2, embed_dim=16, num_heads=2, mlp_dim=16, num_experts=16),
@@ -37,6 +39,16 @@ def sets(*assignments: str) -> list[str]:
 
 def on(data_parallel: int, expert_parallel: int, system: str) -> TrainConfig:
     return dataclasses.replace(CONFIG, parallel=ParallelConfig(data_parallel, expert_parallel, system))
+
+
+def programs(config):
+    return make_programs(config, make_mesh(config.parallel), make_system(config.parallel))
+
+
+def batch(config, step=1):
+    """Return the batch of a step on the mesh."""
+    tokens = CORPUS.batch(config.seed, step, config.batch.size, config.batch.sequence_length)
+    return place_batch(tokens, make_mesh(config.parallel))
 
 
 def losses(run):

@@ -15,12 +15,11 @@ from benchmarks.training.local_gloo import bind_gloo
 from jax_moe_lb import raise_on_fault
 from jax_moe_lb.core.virtual_devices import SCHEDULER_FLAG
 from models.config import ModelConfig, ParallelConfig
-from models.mesh import make_mesh, make_system, offer_cpu_devices, place_batch
+from models.mesh import offer_cpu_devices
 from models.multi_process.peer_monitor import PeerMonitor
 from models.multi_process.rendezvous import Place, join
-from models.training.step import make_programs
 from tests.models.processes import JOIN_TIMEOUT_S
-from tests.models.small import CONFIG, CORPUS
+from tests.models.small import CONFIG, batch, programs
 
 DEVICES = 8
 STEPS = 3
@@ -39,15 +38,13 @@ def losses(systems: list[str]) -> dict[str, list[float]]:
     first: list[jax.Array] = []
     for name in systems:
         config = dataclasses.replace(CONFIG, model=MODEL, parallel=SYSTEMS[name])
-        mesh = make_mesh(config.parallel)
-        programs = make_programs(config, mesh, make_system(config.parallel))
+        made = programs(config)
         # Compile once; copy, as a step donates its state.
-        first = first or jax.tree.leaves(programs.init())
-        state = jax.tree.unflatten(jax.tree.structure(programs.state_shapes), [leaf.copy() for leaf in first])
+        first = first or jax.tree.leaves(made.init())
+        state = jax.tree.unflatten(jax.tree.structure(made.state_shapes), [leaf.copy() for leaf in first])
         found[name] = []
         for step in range(1, STEPS + 1):
-            batch = CORPUS.batch(config.seed, step, config.batch.size, config.batch.sequence_length)
-            state, loss, _, stats = programs.step(state, place_batch(batch, mesh))
+            state, loss, _, stats = made.step(state, batch(config, step))
             raise_on_fault(stats)
             found[name].append(float(loss))
     return found

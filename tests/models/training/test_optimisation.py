@@ -9,12 +9,11 @@ import pytest
 
 from models.config import OptimizerConfig, ParallelConfig, TrainConfig
 from models.decoder.layers import KEPT
-from models.mesh import batch_sharding, make_mesh, make_system, place_batch
+from models.mesh import batch_sharding, make_mesh
 from models.settings import updated
 from models.training.optimizer import make_optimizer, make_schedule
-from models.training.step import make_programs
 from tests.models.reference_loss import next_token_loss
-from tests.models.small import CONFIG, CORPUS
+from tests.models.small import CONFIG, batch, programs
 
 LAYER = dataclasses.replace(CONFIG.model, num_layers=1)
 ON_8 = ParallelConfig(4, 2, "plain")
@@ -30,12 +29,10 @@ SMALL = dataclasses.replace(
 
 def trained(config, steps=2):
     """Return state, losses and the last statistics."""
-    mesh = make_mesh(config.parallel)
-    programs = make_programs(config, mesh, make_system(config.parallel))
-    state, losses = programs.init(), []
+    made = programs(config)
+    state, losses = made.init(), []
     for step in range(1, steps + 1):
-        batch = CORPUS.batch(0, step, config.batch.size, config.batch.sequence_length)
-        state, loss, _, stats = programs.step(state, place_batch(batch, mesh))
+        state, loss, _, stats = made.step(state, batch(config, step))
         losses.append(float(loss))
     return state, losses, stats
 
@@ -88,12 +85,9 @@ def test_what_is_computed_again_is_the_same(usual):
 @pytest.mark.thorough
 def test_remat_says_what_is_kept():
     def residuals(**changes):
-        model = dataclasses.replace(LAYER, **changes)
-        config = dataclasses.replace(SMALL, model=model)
-        mesh = make_mesh(config.parallel)
-        programs = make_programs(config, mesh, make_system(config.parallel))
-        tokens = jax.ShapeDtypeStruct((config.batch.size, config.batch.sequence_length + 1), jnp.int32)
-        return str(programs.step.trace(programs.state_shapes, tokens).jaxpr)
+        made = programs(dataclasses.replace(SMALL, model=dataclasses.replace(LAYER, **changes)))
+        tokens = jax.ShapeDtypeStruct((SMALL.batch.size, SMALL.batch.sequence_length + 1), jnp.int32)
+        return str(made.step.trace(made.state_shapes, tokens).jaxpr)
 
     none, some, full = (residuals(remat=remat) for remat in ("none", "attention", "full"))
     assert full.count("exp ") > none.count("exp ")

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 
 from models.config import ParallelConfig
-from models.mesh import make_mesh, make_system, place_batch
 from models.training.faults import StepRunner
-from models.training.step import make_programs
-from tests.models.small import CONFIG, CORPUS
+from tests.models.small import CONFIG, batch, programs
 
 HEADROOM = 2.1
 """Without balancing, some steps of this run need more than one round."""
@@ -28,15 +26,12 @@ def unlimited(config):
 
 def trained(config):
     """Return state, losses and counts of a few steps, the repeated steps, and the messages."""
-    mesh = make_mesh(config.parallel)
-    programs = make_programs(config, mesh, make_system(config.parallel))
-    told: list[str] = []
-    do = StepRunner(programs.step, programs.step_again, told.append)
-    state, losses, counts, again = programs.init(), [], [], []
+    made, told = programs(config), []
+    do = StepRunner(made.step, made.step_again, told.append)
+    state, losses, counts, again = made.init(), [], [], []
     for step in range(1, config.steps + 1):
-        batch = CORPUS.batch(0, step, config.batch.size, config.batch.sequence_length)
         before = do.num_again
-        state, loss, _, stats = do(step, state, place_batch(batch, mesh))
+        state, loss, _, stats = do(step, state, batch(config, step))
         losses.append(float(loss))
         counts.append(np.asarray(stats.counts))
         if do.num_again > before:
@@ -74,37 +69,31 @@ def test_a_run_learns_the_same(config):
 @pytest.mark.thorough
 def test_a_step_that_is_not_served_changes_nothing():
     config = limited("eplb", 0.5)
-    mesh = make_mesh(config.parallel)
-    programs = make_programs(config, mesh, make_system(config.parallel))
-    state = programs.init()
+    made, tokens = programs(config), batch(config)
+    state = made.init()
     before = jax.device_get(state)
-    tokens = place_batch(CORPUS.batch(0, 1, config.batch.size, config.batch.sequence_length), mesh)
-    after, loss, _, stats = programs.step(state, tokens)
+    after, loss, _, stats = made.step(state, tokens)
     assert (np.asarray(stats.fault.code) > 0).any()
     assert np.isnan(loss)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(after), before)
     # Validation serves it.
-    assert np.isfinite(programs.evaluate(after, tokens))
+    assert np.isfinite(made.evaluate(after, tokens))
 
 
 def test_without_a_limit_there_is_one_program():
-    programs = make_programs(CONFIG, make_mesh(CONFIG.parallel), make_system(CONFIG.parallel))
-    assert programs.step_again is None
+    assert programs(CONFIG).step_again is None
 
 
 @pytest.mark.thorough
 def test_only_a_lack_of_rounds_is_done_again():
     """A router fault occurs in any program."""
     config = limited("plain", HEADROOM)
-    mesh = make_mesh(config.parallel)
-    programs = make_programs(config, mesh, make_system(config.parallel))
+    made = programs(config)
 
     def no_numbers(leaf):
         return jnp.full_like(leaf, np.nan) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
-    broken = jax.tree.map(no_numbers, programs.init())
-    tokens = place_batch(CORPUS.batch(0, 1, config.batch.size, config.batch.sequence_length), mesh)
-    do = StepRunner(programs.step, programs.step_again, lambda text: None)
-    *_, stats = do(1, broken, tokens)
+    do = StepRunner(made.step, made.step_again, lambda text: None)
+    *_, stats = do(1, jax.tree.map(no_numbers, made.init()), batch(config))
     assert (stats.fault.code > 0).all()
     assert do.num_again == 0

@@ -7,11 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_moe_lb.layer.systems import system_named, system_names
+from jax_moe_lb.layer.systems import system_names
 from models.config import ParallelConfig
-from models.mesh import make_mesh, place_batch
-from models.training.step import make_programs
-from tests.models.small import CONFIG, CORPUS
+from tests.models.small import CONFIG, batch, programs
 
 pytestmark = pytest.mark.slow
 
@@ -32,32 +30,28 @@ dense one.
 TRAINING = dataclasses.replace(
     CONFIG,
     model=dataclasses.replace(CONFIG.model, num_layers=1),
-    parallel=ParallelConfig(expert_parallel=4),
+    parallel=ParallelConfig(1, 4, "plain"),
     steps=STEPS,
     optimizer=dataclasses.replace(CONFIG.optimizer, learning_rate=3e-3),
 )
 
 
-def start(programs, params):
+def start(made, params):
     """Return the state before the first step: the given parameters, and zeros as balancer and optimizer state."""
 
     def leaf(path, shape):
         value = params.get(jax.tree_util.keystr(path))
         return jnp.zeros(shape.shape, shape.dtype) if value is None else value
 
-    return jax.tree_util.tree_map_with_path(leaf, programs.state_shapes)
+    return jax.tree_util.tree_map_with_path(leaf, made.state_shapes)
 
 
 def losses(system, params, config=TRAINING):
     """Return losses `[STEPS]`, and the largest imbalance of any step, as routed and as served."""
-    mesh = make_mesh(TRAINING.parallel)
-    programs = make_programs(config, mesh, system_named(system))
-    state, rows = start(programs, params), []
+    made = programs(dataclasses.replace(config, parallel=ParallelConfig(1, 4, system)))
+    state, rows = start(made, params), []
     for step in range(1, STEPS + 1):
-        tokens = place_batch(
-            CORPUS.batch(TRAINING.seed, step, TRAINING.batch.size, TRAINING.batch.sequence_length), mesh
-        )
-        state, loss, _, stats = programs.step(state, tokens)
+        state, loss, _, stats = made.step(state, batch(TRAINING, step))
         rows.append(jax.device_get((loss, stats.imbalance_before.max(), stats.imbalance_after.max())))
     return np.asarray(rows, np.float64).T
 
@@ -65,8 +59,8 @@ def losses(system, params, config=TRAINING):
 @pytest.fixture(scope="module")
 def params(all_devices):
     """Return the initial parameters by path, from a program without balancing."""
-    state = make_programs(TRAINING, make_mesh(TRAINING.parallel), system_named("plain")).init()
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(state)}
+    leaves = jax.tree.leaves_with_path(programs(TRAINING).init())
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
 
 
 @pytest.fixture(scope="module")

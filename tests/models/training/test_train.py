@@ -15,23 +15,21 @@ from models import config as presets
 from models.config import DataConfig, ParallelConfig
 from models.data.corpus import Corpus
 from models.data.marks import CONTEXT
-from models.mesh import make_mesh, make_system, place_batch
+from models.mesh import make_mesh, place_batch
 from models.run_folder.checkpoints import Checkpoints
 from models.run_folder.metrics import RunFolder, router_losses
 from models.train import app
 from models.training.loop import _finish, _validation, prepare
 from models.training.optimizer import learning_rate, make_schedule
-from models.training.step import make_programs
 from tests.models.reference_loss import next_token_loss
-from tests.models.small import CONFIG, CORPUS, losses
+from tests.models.small import CONFIG, CORPUS, losses, programs
 
 pytestmark = pytest.mark.slow
 
 
 def last_state(folder):
-    shapes = make_programs(CONFIG, make_mesh(CONFIG.parallel), make_system(CONFIG.parallel)).state_shapes
     with Checkpoints(RunFolder(folder).checkpoints) as checkpoints:
-        return checkpoints.newest_step, checkpoints.restore(checkpoints.newest_step, shapes)
+        return checkpoints.newest_step, checkpoints.restore(checkpoints.newest_step, programs(CONFIG).state_shapes)
 
 
 def test_loss_decreases(trained_run):
@@ -74,13 +72,12 @@ def test_the_recorded_norm_is_that_of_the_gradients():
     parallel = ParallelConfig(1, 2, "plain")
     model = dataclasses.replace(CONFIG.model, num_layers=1, aux_loss=0.1, z_loss=0.01)
     config = dataclasses.replace(CONFIG, model=model, parallel=parallel)
-    mesh = make_mesh(parallel)
-    programs = make_programs(config, mesh, make_system(parallel))
-    state = programs.init()
+    made = programs(config)
+    state = made.init()
     batch = CORPUS.batch(0, 1, config.batch.size, config.batch.sequence_length)
     # Two documents begin in each row; their first tokens are not predicted.
     batch[:, [3, 9]] = ~batch[:, [3, 9]]
-    tokens = place_batch(batch, mesh)
+    tokens = place_batch(batch, make_mesh(parallel))
 
     @jax.jit
     def gradients(state):
@@ -88,11 +85,11 @@ def test_the_recorded_norm_is_that_of_the_gradients():
             loss, (_, stats) = next_token_loss(model, tokens)
             return loss + router_loss(stats), loss
 
-        return nnx.grad(loss, has_aux=True)(programs.model(state))
+        return nnx.grad(loss, has_aux=True)(made.model(state))
 
     found, plain_loss = gradients(state)
     squares = [np.square(np.asarray(leaf, np.float64)).sum() for leaf in jax.tree.leaves(found)]
-    _, loss, norm, stats = programs.step(state, tokens)
+    _, loss, norm, stats = made.step(state, tokens)
     # The reported loss has no router losses.
     assert float(loss) == pytest.approx(float(plain_loss), rel=1e-6)
     np.testing.assert_allclose(norm, np.sqrt(sum(squares)), rtol=1e-5)
@@ -107,8 +104,8 @@ def test_the_recorded_norm_is_that_of_the_gradients():
 def test_validation_weighs_batches_by_their_predicted_tokens():
     batches = [np.array([[1, 2, 3]] * 8, np.int32), np.array([[1, 2 + CONTEXT, 3]] * 8, np.int32)]
     corpus = SimpleNamespace(validation_batches=lambda *sizes: batches)
-    programs = SimpleNamespace(evaluate=lambda losses, batch: next(losses))
-    given = SimpleNamespace(config=CONFIG, corpus=corpus, programs=programs, mesh=make_mesh(ParallelConfig()))
+    made = SimpleNamespace(evaluate=lambda losses, batch: next(losses))
+    given = SimpleNamespace(config=CONFIG, corpus=corpus, programs=made, mesh=make_mesh(ParallelConfig()))
     assert _validation(given)(iter([1.0, 4.0])) == pytest.approx(2.0)
 
 
