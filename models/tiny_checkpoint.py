@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jax_moe_lb import System
 from jax_moe_lb.cli.output import CheckedCommand, OutputPath
+from jax_moe_lb.core.checks import Natural, check_value
 from models.architectures.config_json import Fields
 from models.architectures.registry import ARCHITECTURES, TABLES, configured
 from models.config import ParallelConfig
@@ -45,6 +46,7 @@ def byte_tokenizer() -> Tokenizer:
 
 def write_tiny(architecture: str, folder: Path, seed: int = 0) -> None:
     """Write a small random checkpoint with its tokenizer into an absent or empty folder."""
+    check_value("seed", seed, Natural)
     config = configured(Fields(tiny_config(architecture)))
     mesh = make_mesh(ParallelConfig(expert_parallel=1))
     save_pretrained(Decoder(config, mesh=mesh, system=System(), rngs=nnx.Rngs(seed)), folder)

@@ -19,6 +19,7 @@ import typer
 
 from jax_moe_lb.cli.output import CheckedCommand, OutputPath
 from jax_moe_lb.core import FileLimits
+from jax_moe_lb.core.checks import Natural, check_value
 from models.architectures.config_json import Fields, read_fields
 from models.architectures.registry import configured, pieces_of
 from models.console import USER_ERRORS, FileLimitsOption, say
@@ -96,6 +97,7 @@ def upcycle(
     limits: FileLimits = FileLimits(),
 ) -> None:
     """Write a mixture checkpoint whose experts are copies of a dense model's network."""
+    check_value("seed", seed, Natural)
     text = upcycled_config(read_fields(folder, limits), num_experts, experts_per_token, share)
     shapes = {piece.name: piece.shape for piece in pieces_of(configured(Fields(text, limits)))}
     rng = np.random.default_rng(seed)

@@ -194,7 +194,7 @@ def corpus_from(
         for stream in streams:
             check_tokens(stream.tokens, vocab_size, names)
         parts.append(Part(streams, weight, f"{num_files} file{'s' * (num_files != 1)} of {names}"))
-    has_arrays = any(path.suffix == ".npy" or any(path.rglob("*.npy")) for path, _ in named)
+    has_arrays = any(isinstance(stream.tokens, np.memmap) for part in parts for stream in part.streams)
     return Corpus(tuple(parts), "token" if has_arrays else tokenizer.unit, vocab_size)
 
 

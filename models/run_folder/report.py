@@ -255,11 +255,7 @@ def _tables(described: dict, summary: dict, counts: np.ndarray) -> list[tuple[st
     model, parallel = config.pop("model"), config.pop("parallel")
     config.pop("multi_process", None)
     sections = [(name, config.pop(name)) for name in list(config) if isinstance(config[name], dict)]
-    config |= {
-        f"{name} {key}": "none" if value is None else value
-        for name, section in sections
-        for key, value in section.items()
-    }
+    config |= {f"{name} {key}": value for name, section in sections for key, value in section.items()}
     return [
         ("Result", summary | others),
         ("Resolved settings of the system", described.get("resolved", {})),
@@ -282,4 +278,4 @@ def _text(value: object) -> str:
         return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}" if abs(value) >= 10_000 else str(value)
-    return "default of the system" if value is None else str(value)
+    return "unset" if value is None else str(value)

@@ -15,6 +15,7 @@ from jax.experimental import multihost_utils
 from jax_moe_lb import Topology, relocate
 from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.file_limits import LimitError
+from jax_moe_lb.layer.system import OPTIONS
 from jax_moe_lb.layer.systems import system_named
 from jax_moe_lb.nn import expert_bytes
 from jax_moe_lb.planners import moved_experts, plan_relocation
@@ -24,10 +25,6 @@ from models.run_folder.checkpoints import steps_in
 from models.run_folder.files import misplacement
 from models.run_folder.metrics import RunFolder
 from models.settings import Given, layered, read_mapping, updated
-
-OF_THE_SYSTEM = ("replica_slots", "headroom", "max_rounds")
-OF_THE_RANKS = ("ranks_per_domain",)
-OF_THE_STAGES = ("repeats", "microbatches", "layers_before")
 
 
 def layout_of(parallel: ParallelConfig) -> dict[str, Any]:
@@ -52,14 +49,14 @@ def as_before(folder: RunFolder, given: Given) -> Given:
     parallel, moves = dataclasses.asdict(before.parallel), dataclasses.asdict(before.relocation)
     changed = {name for name, value in parallel.items() if of_given.get(name, value) != value}
     if "system" in changed:
-        parallel |= dict.fromkeys(OF_THE_SYSTEM)
+        parallel |= dict.fromkeys(OPTIONS)
         if jax.tree.leaves(system_named(of_given["system"]).balancer.init((2, 2))):
             # Its balancer keeps loads by place, which is incompatible with relocation.
             moves = {}
     if "expert_parallel" in changed:
-        parallel |= dict.fromkeys(OF_THE_RANKS)
+        parallel["ranks_per_domain"] = None
     if "stages" in changed:
-        parallel = {name: value for name, value in parallel.items() if name not in OF_THE_STAGES}
+        parallel |= {"repeats": 1, "microbatches": None, "layers_before": 0}
     moves = {name: value for name, value in moves.items() if value is not None}
     data = {"now": now} if (now := before.data.now) else {}
     return layered({"parallel": parallel, "relocation": moves, "data": data}, given)

@@ -18,8 +18,8 @@ from models.architectures.registry import ARCHITECTURES, configured
 from models.config import ParallelConfig
 from models.decoder.model import Decoder
 from models.mesh import make_mesh
-from models.tiny_checkpoint import tiny_config
-from models.upcycle import upcycled_config
+from models.tiny_checkpoint import tiny_config, write_tiny
+from models.upcycle import upcycle, upcycled_config
 
 PUBLISHED = yaml.safe_load(Path(__file__).with_name("published_files.yaml").read_text())
 
@@ -186,6 +186,14 @@ def test_no_field_without_effect_has_one_in_a_tested_model():
 def test_upcycled_files_of_published_dense_models_are_read(fields, share):
     text = upcycled_config(Fields(json.dumps(fields)), 8, 2, share)
     assert configured(Fields(text)).num_experts == 8
+
+
+@pytest.mark.parametrize("seed", [-1, 2**70])
+def test_a_seed_is_a_natural_number(tmp_path, seed):
+    with pytest.raises(ValueError, match=r"^seed is "):
+        write_tiny("mixtral", tmp_path / "tiny", seed)
+    with pytest.raises(ValueError, match=r"^seed is "):
+        upcycle(tmp_path, tmp_path / "mixture", 8, 2, seed=seed)
 
 
 SCALED = {

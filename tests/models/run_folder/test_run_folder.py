@@ -26,6 +26,14 @@ def contents(folder):
     return {path.relative_to(folder): path.read_bytes() for path in files}
 
 
+def resumed(folder, config=CONFIG):
+    """Return a resumed run whose lock is released, and its lines."""
+    lines = []
+    run = prepare(config, CORPUS, folder, resume=True, tell=lines.append)
+    run.release()
+    return run, lines
+
+
 @pytest.fixture
 def copied(trained_run, tmp_path):
     """Return a copy of a finished run in the default folder."""
@@ -131,15 +139,7 @@ def test_a_default_that_is_named_is_the_default(copied):
     del config["config"]["data"]["within_documents"]
     RunFolder(copied).config.write_text(json.dumps(config))
     same = dataclasses.replace(CONFIG, parallel=ParallelConfig(replica_slots=2, ranks_per_domain=8))
-    run = prepare(same, CORPUS, copied, resume=True)
-    run.release()
-    assert run.done_steps == CONFIG.steps
-
-
-def test_an_unreadable_config_is_refused_in_one_line(copied):
-    RunFolder(copied).config.write_text('{"config": {"mod')
-    with pytest.raises(ValueError, match=r"config.json' cannot be read; expected the config of the run to resume"):
-        prepare(CONFIG, CORPUS, copied, resume=True)
+    assert resumed(copied, config=same)[0].done_steps == CONFIG.steps
 
 
 def flip(checkpoint):
@@ -164,10 +164,9 @@ def cut_without_checksums(checkpoint):
 @pytest.mark.filterwarnings("ignore:Exception ignored:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("damage", [flip, pytest.param(cut, marks=pytest.mark.thorough), cut_without_checksums])
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(copied, damage):
-    folder, lines = RunFolder(copied), []
+    folder = RunFolder(copied)
     damage(folder.checkpoints / "8")
-    run = prepare(CONFIG, CORPUS, copied, resume=True, tell=lines.append)
-    run.release()
+    run, lines = resumed(copied)
     assert run.done_steps == 4
     assert steps_in(folder.checkpoints) == [4]
     assert [path.name for path in folder.damaged.iterdir()] == ["8.damaged-1"]
@@ -199,6 +198,11 @@ def take_of_another_run(folder, other):
     shutil.copytree(other / "8", folder / "8")
 
 
+def without_a_record(folder, other):
+    (folder / "8" / "run" / "metadata").write_text(json.dumps({"layout": {}, "data": {}}))
+    write_checksums(folder / "8")
+
+
 def without_checksums(place):
     """Do the same to checkpoints of a run killed before it wrote their checksums."""
 
@@ -225,10 +229,14 @@ def other_run(tmp_path_factory):
         (rename, 4, "it was saved at step 8; expected step 6"),
         (copy_under_another_name, 8, "it was saved at step 4; expected step 12"),
         (take_of_another_run, 4, "it was saved by run '"),
+        (without_a_record, 4, "it does not record its step and run"),
         (without_checksums(exchange), None, "it was saved at step 4; expected step 8"),
         (without_checksums(take_of_another_run), 4, "it was saved by run '"),
     ],
-    ids=["exchanged", "renamed", "copied", "of another run", "exchanged, no checksums", "of another, no checksums"],
+    ids=[
+        *("exchanged", "renamed", "copied", "of another run", "no record"),
+        *("exchanged, no checksums", "of another, no checksums"),
+    ],
 )
 def test_a_checkpoint_of_another_step_or_run_is_damaged(copied, trained_run, other_run, place, step, problem):
     folder, lines = RunFolder(copied), []
@@ -239,24 +247,12 @@ def test_a_checkpoint_of_another_step_or_run_is_damaged(copied, trained_run, oth
             prepare(CONFIG, CORPUS, copied, resume=True, tell=lines.append)
         assert contents(copied) == before
     else:
-        run = prepare(CONFIG, CORPUS, copied, resume=True, tell=lines.append)
-        run.release()
+        run, lines = resumed(copied)
         assert run.done_steps == step
         assert steps_in(folder.checkpoints)[0] == step
         assert len(list(folder.damaged.iterdir())) == 1
         assert run.run_id == RunFolder(trained_run).run_id != other_run.run_id
     assert f"is damaged: {problem}" in lines[0]
-
-
-def test_a_checkpoint_without_a_record_is_damaged(copied):
-    folder, lines = RunFolder(copied), []
-    metadata = folder.checkpoints / "8" / "run" / "metadata"
-    metadata.write_text(json.dumps({"layout": {}, "data": {}}))
-    write_checksums(folder.checkpoints / "8")
-    run = prepare(CONFIG, CORPUS, copied, resume=True, tell=lines.append)
-    run.release()
-    assert run.done_steps == 4
-    assert lines[0].endswith("is damaged: it does not record its step and run")
 
 
 def test_all_checkpoints_damaged_is_refused_and_touches_nothing(copied):
@@ -270,10 +266,9 @@ def test_all_checkpoints_damaged_is_refused_and_touches_nothing(copied):
 
 
 def test_a_checkpoint_without_checksums_is_used(copied):
-    folder, lines = RunFolder(copied), []
-    (folder.checkpoints / "8" / CHECKSUMS).rename(folder.checkpoints / "8" / f"{CHECKSUMS}.part")
-    run = prepare(CONFIG, CORPUS, copied, resume=True, tell=lines.append)
-    run.release()
+    newest = RunFolder(copied).checkpoints / "8"
+    (newest / CHECKSUMS).rename(newest / f"{CHECKSUMS}.part")
+    run, lines = resumed(copied)
     assert (run.done_steps, lines) == (8, [])
 
 
@@ -379,8 +374,7 @@ def test_a_run_that_is_stopped_before_its_first_step_can_be_resumed(tmp_path):
             return True
 
     assert execute(prepare(CONFIG, CORPUS, tmp_path), Console(quiet=True), Stopped()) == {}
-    run = prepare(CONFIG, CORPUS, tmp_path, resume=True)
-    run.release()
+    run, _ = resumed(tmp_path)
     assert run.done_steps == 0
     assert jax.tree.leaves(run.state)
 

@@ -13,19 +13,14 @@ from typer.testing import CliRunner
 
 from jax_moe_lb.cli.app import app as tools
 from models.config import CheckpointConfig, ParallelConfig, RelocationConfig
-from models.mesh import make_mesh, make_system
+from models.mesh import make_mesh
 from models.run_folder.checkpoints import CheckpointMetadata, Checkpoints, parts, restore_newest, steps_in
 from models.run_folder.metrics import RunFolder
 from models.training.loop import Run, _restored
-from models.training.resume import as_before, layout_of
-from models.training.step import make_programs
-from tests.models.small import CONFIG, CORPUS, losses, on, run
+from models.training.resume import as_before, check_continues, layout_of
+from tests.models.small import CONFIG, CORPUS, losses, on, programs, run
 
 pytestmark = pytest.mark.slow
-
-
-def programs(config):
-    return make_programs(config, make_mesh(config.parallel), make_system(config.parallel))
 
 
 @pytest.mark.parametrize("mesh", [(2, 4), (1, 4), (4, 2), (1, 1)], ids=str)
@@ -96,6 +91,21 @@ def test_a_run_goes_on_with_half_the_ranks_and_eplb(trained_run, command_line, t
     assert losses(folder.path) == losses(straight)
 
 
+def resumable(path, config):
+    """Return a folder with the configuration of a run and the name of a checkpoint."""
+    folder = RunFolder(path)
+    (folder.checkpoints / "4").mkdir(parents=True)
+    folder.config.write_text(json.dumps({"config": config, "data": {"fingerprint": ""}}))
+    return folder
+
+
+def test_options_of_a_system_do_not_pass_to_another(tmp_path):
+    parallel = ParallelConfig(system="exact", replica_slots=3, headroom=2.0, max_rounds=2, dispatch="once")
+    before = dataclasses.asdict(dataclasses.replace(CONFIG, parallel=parallel))
+    given = as_before(resumable(tmp_path, before), {"parallel": {"system": "rails", "headroom": 3.0}})
+    assert ParallelConfig(**given["parallel"]) == ParallelConfig(system="rails", headroom=3.0)
+
+
 @pytest.mark.parametrize(
     ("section", "changes"),
     [
@@ -104,16 +114,21 @@ def test_a_run_goes_on_with_half_the_ranks_and_eplb(trained_run, command_line, t
         ("parallel", {"system": 5}),
         ("data", {"now": 5}),
         ("relocation", 3),
+        (None, '{"config": {"mod'),
     ],
 )
 def test_a_damaged_config_is_refused(tmp_path, section, changes):
     config = dataclasses.asdict(CONFIG)
-    config[section] = config[section] | changes if isinstance(changes, dict) else changes
-    folder = RunFolder(tmp_path)
-    (folder.checkpoints / "4").mkdir(parents=True)
-    folder.config.write_text(json.dumps({"config": config, "data": {"fingerprint": ""}}))
-    with pytest.raises(ValueError, match=r"config.json' cannot be read; expected the config of the run to resume"):
+    if section is not None:
+        config[section] = config[section] | changes if isinstance(changes, dict) else changes
+    folder = resumable(tmp_path, config)
+    if section is None:
+        folder.config.write_text(changes)
+    message = r"config.json' cannot be read; expected the config of the run to resume"
+    with pytest.raises(ValueError, match=message):
         as_before(folder, {})
+    with pytest.raises(ValueError, match=message):
+        check_continues(CONFIG, "", folder)
 
 
 @pytest.mark.thorough
