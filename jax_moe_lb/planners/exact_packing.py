@@ -163,42 +163,43 @@ def _give(
     limited = max_fan_out < now.expert.size
     # Under a limited fan-out, maxima of several replicas a step are up to 11 % higher.
     width = 1 if limited else max(1, num_ranks // RANKS_PER_REPLICA)
-    high, surplus = now.load > c.goal, (now.load - limit).astype(jnp.float32)
+    high = now.load > c.goal
     room = jnp.where(high | (c.used == now.expert.shape[1]), 0, limit - now.load)
     _, receiver = _largest(room.astype(jnp.float32) * order.welcome, width)
     to = receiver[:, None] == iota(num_ranks)[None]
-    # Choose giver and expert together: the hottest home expert of all giving ranks.
-    left = now.left.reshape(num_ranks, -1)
-    liked = left.astype(jnp.float32) * order.liking.reshape(left.shape)
-    hottest = jax.lax.argmax(liked, 1, jnp.int32)
-    chosen = iota(left.shape[1])[None] == hottest[:, None]
+    # Choose giver and expert together: the hottest home experts of all giving ranks.
     pressing = order.pressing
     if limited:
         pressing = pressing + order.urgent / jnp.maximum(max_fan_out - c.sent, 1).astype(jnp.float32)
-    heat = jnp.where(high & (c.sent < max_fan_out), liked.max(1) + surplus * pressing, -jnp.inf)[:, None]
-    if width > 1:
-        next_hottest = jnp.where(chosen, 0, liked).max(1)
-        heat = _in_parts(heat, jnp.minimum(liked.max(1) - next_hottest, surplus), room.max(), pressing)
-    heat, part = _largest(heat.reshape(-1), width)
-    giver = part // (PARTS if width > 1 else 1)
-    of = giver[:, None] == iota(num_ranks)[None]
-    size = _at(to, room)
-    # Tokens of the same expert given by the parts before.
-    before = _at((giver[:, None] == giver[None]) & (iota(width)[None] < iota(width)[:, None]), size)
-    made = (heat > -jnp.inf) & (iota(width) < most - c.number)
-    tokens = jnp.clip(_at(of, jnp.where(chosen, left, 0).max(1)) - before, 0, size)
-    return c.give(giver * left.shape[1] + _at(of, hottest), to, jnp.where(made, tokens, 0), limit)
+    parts = 1 if width == 1 else PARTS
+    experts, heat = _hottest(now, now.load - limit, room.max(), order.liking, pressing, parts)
+    heat = jnp.where((high & (c.sent < max_fan_out))[:, None], heat, -jnp.inf)
+    heat, chosen = _largest(heat.reshape(-1), width)
+    expert = _at((chosen // parts)[:, None] == iota(num_ranks)[None], experts)
+    size, number = _at(to, room), iota(width)
+    # The parts of an expert before this one.
+    before = _at((expert[:, None] == expert[None]) & (number[None] < number[:, None]), size)
+    tokens = jnp.clip(_at(expert[:, None] == iota(now.left.size)[None], now.left) - before, 0, size)
+    return c.give(expert, to, jnp.where((heat > -jnp.inf) & (number < most - c.number), tokens, 0), limit)
 
 
-def _in_parts(
-    heat: Float[Array, "M 1"], spare: Float[Array, "M"], size: Int[Array, ""], pressing: Array
-) -> Float[Array, "M PARTS"]:
-    """Return the heat of experts after 0, 1, ... parts of `size` tokens were given; -inf for parts not given."""
-    # One step then makes the replicas that single steps would make, if the receivers have equal room: an expert is
-    # given as long as it is the hottest of its rank, and its rank above the limit. The products do not fit int32.
-    gone = host_iota(PARTS).astype(np.float32)[None] * size.astype(jnp.float32)
-    heat = heat - gone * (1 + pressing)
-    return jnp.where((gone == 0) | (gone < spare[:, None]), heat, -jnp.inf)
+def _hottest(
+    now: Filled, surplus: Int[Array, "M"], size: Int[Array, ""], liking: Float[Array, "P"], pressing: Array, parts: int
+) -> tuple[Int[Array, "M"], Float[Array, "M parts"]]:
+    """Return the hottest home expert of each rank, and its heat after 0, 1, ... replicas of `size` tokens."""
+    num_home = now.left.size // surplus.size
+    liked = (now.left.astype(jnp.float32) * liking).reshape(-1, num_home)
+    hottest = jax.lax.argmax(liked, 1, jnp.int32)
+    above, most = surplus.astype(jnp.float32), liked.max(1)
+    heat = (most + above * pressing)[:, None]
+    if parts > 1:
+        # One step makes the replicas of single steps, if receivers have equal room: the rank gives this expert while it
+        # is the hottest one, and the rank above the limit. The products do not fit int32.
+        next_hottest = jnp.where(iota(num_home)[None] == hottest[:, None], 0, liked).max(1)
+        gone = host_iota(parts).astype(np.float32)[None] * size.astype(jnp.float32)
+        spare = jnp.minimum(most - next_hottest, above)[:, None]
+        heat = jnp.where((gone == 0) | (gone < spare), heat - gone * (1 + pressing), -jnp.inf)
+    return iota(surplus.size) * num_home + hottest, heat
 
 
 def _at(chosen: Bool[Array, "A n"], values: Int[Array, "n"]) -> Int[Array, "A"]:
