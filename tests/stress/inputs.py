@@ -1,5 +1,6 @@
 """Random inputs of a layer: parameters, expert preferences, magnitudes, padding, documents and given experts."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -71,7 +72,7 @@ def draw_tokens(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return tokens `[..., H]` and their mask; padding is zero unless the pattern sets a filling."""
     width, experts = layer.kernel.shape
-    shards, number = layer._num_groups() * layer.topology.num_ranks, int(np.prod(shape))
+    shards, number = _num_shards(layer), int(np.prod(shape))
     tokens = -(-number // shards)
     liking = np.broadcast_to(pattern.liking(rng, shards, experts), (shards, experts))[:, None]
     wishes = liking + pattern.taste * rng.gumbel(size=(shards, tokens, experts))
@@ -86,9 +87,13 @@ def draw_tokens(
     return x.reshape(-1, width)[:number].reshape(*shape, width), mask.reshape(shape)
 
 
+def _num_shards(layer: MoE) -> int:
+    return math.prod(layer.mesh.shape[axis] for axis in layer.topology.data_axes) * layer.topology.num_ranks
+
+
 def draw_shape(layer: MoE, flat: bool, rng: np.random.Generator) -> tuple[int, ...]:
     """Return the leading dimensions of tokens: sequences or none, also of numbers with padding."""
-    shards = layer._num_groups() * layer.topology.num_ranks
+    shards = _num_shards(layer)
     if flat:
         return (shards * int(rng.choice([1, 2, 4, 5, 6, 7, 11, 12, 13, 16, 17])),)
     shapes = [(shards, int(rng.integers(1, 8))), (2, int(rng.integers(1, 4)), 4), (int(rng.integers(1, 60)),), (3, 5)]

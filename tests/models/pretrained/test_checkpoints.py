@@ -283,7 +283,7 @@ def test_generating_from_the_command_line(mixtral, tmp_path):
         (["--stream", "--prompt", "b"], "stream is set with 2 prompts; expected one"),
         (["--max-new-tokens", "0"], "max_new_tokens is 0"),
         (["--temperature", "1e-38"], "temperature is 1e-38; expected 1e-30 to 1e+30"),
-        (["--stop", ""], "stop is an empty text"),
+        (["--stop", ""], "stop is ''; expected a text that is not empty"),
     ],
 )
 def test_what_generate_refuses_is_one_line(mixtral, options, expected):
