@@ -113,8 +113,6 @@ def check_arguments(
     check_value("tokens.num_segments", tokens.num_segments, Natural | None)
     if x.dtype not in TOKEN_DTYPES:
         raise ValueError(f"x has dtype {x.dtype}; expected bfloat16, float32 or float64")
-    if params.experts.up.dtype != x.dtype:
-        raise ValueError(f"params.experts.up has dtype {params.experts.up.dtype}; expected {x.dtype}, as x")
     width, experts_width = params.router.shape[0], params.experts.up.shape[1]
     if x.shape[1] != width or experts_width != width:
         raise ValueError(

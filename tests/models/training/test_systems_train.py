@@ -47,13 +47,14 @@ def start(made, params):
 
 
 def losses(system, params, config=TRAINING):
-    """Return losses `[STEPS]`, and the largest imbalance of any step, as routed and as served."""
+    """Return losses `[STEPS]`, the largest imbalance of each step as routed and as served, and counts by step."""
     made = programs(dataclasses.replace(config, parallel=ParallelConfig(1, 4, system)))
-    state, rows = start(made, params), []
+    state, rows, counts = start(made, params), [], []
     for step in range(1, STEPS + 1):
         state, loss, _, stats = made.step(state, batch(TRAINING, step))
         rows.append(jax.device_get((loss, stats.imbalance_before.max(), stats.imbalance_after.max())))
-    return np.asarray(rows, np.float64).T
+        counts.append(np.asarray(stats.counts))
+    return *np.asarray(rows, np.float64).T, np.stack(counts)
 
 
 @pytest.fixture(scope="module")
@@ -81,16 +82,19 @@ EVERYDAY = {"feplb"}
 )
 @pytest.mark.thorough
 def test_losses_of_fifty_steps_are_those_of_plain(plain_losses, params, system):
-    want, before, _ = plain_losses
-    got, _, after = losses(system, params)
+    want, before, _, routed = plain_losses
+    got, _, after, counts = losses(system, params)
     assert want[-5:].mean() < want[:5].mean() - 1, "nothing was learnt"
     assert (after < before).any() or system in MAY_REST, "the system left every load as it was"
-    np.testing.assert_allclose(got, want, rtol=TOLERANCE)
+    # By rounding, a token between two experts may go to the other one.
+    is_same = (counts == routed).reshape(STEPS, -1).all(1)
+    assert is_same.sum() >= STEPS - 1
+    np.testing.assert_allclose(got[is_same], want[is_same], rtol=TOLERANCE)
 
 
 @pytest.mark.thorough
 def test_bfloat16_learns_what_float32_does(plain_losses, params):
     model = dataclasses.replace(TRAINING.model, compute_dtype="bfloat16")
-    want, (got, _, _) = plain_losses[0], losses("plain", params, dataclasses.replace(TRAINING, model=model))
+    want, got = plain_losses[0], losses("plain", params, dataclasses.replace(TRAINING, model=model))[0]
     assert (got != want).all()
     np.testing.assert_allclose(got, want, rtol=0.02)
