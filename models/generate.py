@@ -58,6 +58,15 @@ def _conversation(path: Path, limits: FileLimits) -> dict[str, Any]:
     return value
 
 
+def _check(texts: list[str], messages: Path | None, stop: list[str], stream: bool) -> None:
+    if bool(texts) == (messages is not None):
+        raise ValueError(f"prompt is {texts or None} and messages is {messages}; expected one of them")
+    if "" in stop:
+        raise ValueError("stop is ''; expected a text that is not empty")
+    if stream and len(texts) > 1:
+        raise ValueError(f"stream is set with {len(texts)} prompts; expected one")
+
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -101,12 +110,7 @@ def main(
             parallel = ParallelConfig(data_parallel, expert_parallel, system)
             sampling = Sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed)
         texts = prompt or []
-        if bool(texts) == (messages is not None):
-            raise ValueError(f"prompt is {prompt} and messages is {messages}; expected one of them")
-        if "" in (stop or ()):
-            raise ValueError("stop is ''; expected a text that is not empty")
-        if stream and len(texts) > 1:
-            raise ValueError(f"stream is set with {len(texts)} prompts; expected one")
+        _check(texts, messages, stop or [], stream)
         is_chat = chat or messages is not None
         if template_set and not is_chat:
             raise ValueError(f"template_set is {template_set[0]!r}; expected --chat or --messages with it")

@@ -107,8 +107,8 @@ def accepts(function: Callable[..., Any], number: int) -> bool:
         inspect.signature(function).bind(*[None] * number)
     except TypeError:
         return False
-    except ValueError:  # A function compiled to C may have no signature.
-        return True
+    except ValueError:
+        pass  # A function compiled to C may have no signature.
     return True
 
 

@@ -108,7 +108,7 @@ def fill(
     # The rank with the most room and a free slot receives tokens of the hottest expert of the ranks above the limit, as
     # many as it can serve. It may take more than the home's surplus; then the home itself has room and can receive.
     # Each replica thus fills its receiver or takes an expert whole, so the number of steps is at most the number of
-    # slots. With 32 and more ranks a step makes several replicas, as steps are sequential and take most of the time.
+    # slots. With 32 and more ranks a step makes several replicas, as steps are sequential.
     # With a limited fan-out, a rank far above the limit needs receivers with much room, possibly more than any rank
     # has. Some of the least loaded ranks are therefore cleared first.
     # Returns the plan. If a rank still exceeds the limit, this search order failed.
@@ -161,7 +161,7 @@ def _give(
     """Make replicas of the hottest experts, the hottest on the rank with most room; none if none is possible."""
     now, num_ranks = c.now, c.goal.size
     limited = max_fan_out < now.expert.size
-    # Under a limited fan-out, maxima of several replicas a step are up to 11 % higher.
+    # Under a limited fan-out, several replicas a step raise the maximum.
     width = 1 if limited else max(1, num_ranks // RANKS_PER_REPLICA)
     high = now.load > c.goal
     room = jnp.where(high | (c.used == now.expert.shape[1]), 0, limit - now.load)
@@ -190,14 +190,14 @@ def _hottest(
     num_home = now.left.size // surplus.size
     liked = (now.left.astype(jnp.float32) * liking).reshape(-1, num_home)
     hottest = jax.lax.argmax(liked, 1, jnp.int32)
-    above, most = surplus.astype(jnp.float32), liked.max(1)
-    heat = (most + above * pressing)[:, None]
+    above, highest = surplus.astype(jnp.float32), liked.max(1)
+    heat = (highest + above * pressing)[:, None]
     if parts > 1:
         # One step makes the replicas of single steps, if receivers have equal room: the rank gives this expert while it
         # is the hottest one, and the rank above the limit. The products do not fit int32.
         next_hottest = jnp.where(iota(num_home)[None] == hottest[:, None], 0, liked).max(1)
         gone = host_iota(parts).astype(np.float32)[None] * size.astype(jnp.float32)
-        spare = jnp.minimum(most - next_hottest, above)[:, None]
+        spare = jnp.minimum(highest - next_hottest, above)[:, None]
         heat = jnp.where((gone == 0) | (gone < spare), heat - gone * (1 + pressing), -jnp.inf)
     return iota(surplus.size) * num_home + hottest, heat
 
