@@ -8,7 +8,7 @@ import numpy as np
 
 from jax_moe_lb.aot.flops import ProductForm
 from jax_moe_lb.aot.load import LayerLoad
-from jax_moe_lb.aot.schedule import ROW_KERNELS, ExchangeShape, Kind, ScheduledOperation
+from jax_moe_lb.aot.schedule import PLANNER_KERNEL, ROW_KERNELS, ExchangeShape, Kind, ScheduledOperation
 from jax_moe_lb.aot.targets import Gpu, Target
 from jax_moe_lb.collectives.exchange_paths import ExchangePath
 from jax_moe_lb.collectives.exchange_time import (
@@ -87,15 +87,27 @@ class OperationTime:
             raise ValueError(f"target is {self.target.name}; expected a device with known memory bandwidth")
         flops, nbytes = self._work(one, i)
         works = [Estimate(nbytes / (device.bytes_per_s * rates.memory_share), "HBM")]
-        if one.copied_rows and isinstance(rates, TpuRates):
-            a_row = rates.gathered_row if one.name.startswith(GATHER) else rates.summed_row
-            works.append(Estimate(one.copied_rows * a_row, "rows"))
+        if one.items and isinstance(rates, TpuRates):
+            works.append(self._items(one, rates))
         if one.product is not None:
             works.append(Estimate(flops / self._speed(one, one.product, i), "FLOPs"))
         found = max(works, key=lambda estimate: estimate.seconds)
         least = 0.0 if one.in_graph else rates.launch
         seconds = max(found.seconds + one.launches * rates.start, one.launches * least)
         return Estimate(seconds, found.bound if found.seconds >= seconds / 2 else "launch")
+
+    def _items(self, one: ScheduledOperation, rates: TpuRates) -> Estimate:
+        if one.name.startswith(PLANNER_KERNEL):
+            return Estimate(one.items * self._filled() * rates.planned_vector, "latency")
+        a_row = rates.gathered_row if one.name.startswith(GATHER) else rates.summed_row
+        return Estimate(one.items * a_row, "rows")
+
+    def _filled(self) -> float:
+        """Return the share of the replica slots that the plan fills; 1 without a load."""
+        if self.load is None:
+            return 1.0
+        filled = self.load.plan.placement[:, self.load.plan.num_home :] >= 0
+        return float(filled.sum() / max(filled.size, 1))
 
     def _work(self, one: ScheduledOperation, i: int) -> tuple[float, float]:
         """Return the operations and bytes of the busiest rank: a grouped product computes the rows that it serves."""

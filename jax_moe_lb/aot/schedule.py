@@ -45,6 +45,9 @@ PEER_COPIES = "peer copies"
 ROW_KERNELS = ("moe_gather_rows", "moe_sum_rows")
 """Kernels for TPUs that copy rows by index; see `kernels/tpu_rows.py`."""
 
+PLANNER_KERNEL = "moe_exact_fill"
+"""Kernel for TPUs with one pass of the planner `exact`; see `planners/exact_on_tpu.py`."""
+
 
 class Kind(StrEnum):
     """Kind of an operation."""
@@ -101,7 +104,8 @@ class ScheduledOperation:
     awaits: str = ""  # name of the operation that a `WAIT` ends
     in_graph: bool = False  # whether it is launched inside of a CUDA graph
     launches: int = 1  # number of its kernels
-    copied_rows: int = 0  # rows of a kernel of `ROW_KERNELS`; 0 for other operations
+    # Rows of a kernel of `ROW_KERNELS`, or vectors of a `PLANNER_KERNEL` that fills all slots; 0 for other operations
+    items: int = 0
     loop: Loop | None = None  # kind of a loop; None for other operations
     trips: int = 1  # iterations of a counted loop
     waits_for_host: bool = False  # whether the host reads the condition of a loop or branch
@@ -235,7 +239,7 @@ class _Reader:
             stream=stream,
             in_graph=in_graph,
             launches=max(1, self.launches.kernels.get(one.name, 1)),
-            copied_rows=_copied_rows(computation, one),
+            items=_items(computation, one),
         )
 
     def _own_call(self, computation: Computation, one: Instruction, stage: str) -> Iterator[ScheduledOperation]:
@@ -315,12 +319,21 @@ def _copied(computation: Computation, one: Instruction) -> ExchangeShape:
     return ExchangeShape(PEER_COPIES, None, 1, nbytes, one.nbytes, rows, 0, "")
 
 
-def _copied_rows(computation: Computation, one: Instruction) -> int:
-    """Return the rows that a kernel copies by index: the entries of the longest list."""
+def _items(computation: Computation, one: Instruction) -> int:
+    """Return the rows that a kernel copies by index, or the vectors that a planner reads in all of its steps."""
+    if one.name.startswith(PLANNER_KERNEL):
+        # One step per slot reads the slots, the home experts, and about two vectors per rank more.
+        (*domains, slots, ranks, width), home = one.shapes[0].dims, one.shapes[2].dims[-3]
+        vectors = (slots + home + 2) * math.ceil(ranks / SUBLANES) * math.ceil(width / LANES)
+        return math.prod(domains) * slots * ranks * vectors
     if not one.name.startswith(ROW_KERNELS):
         return 0
     lists = (shape for operand in computation.operands(one) for shape in operand.shapes if shape.dtype == "s32")
     return max((shape.dims[0] for shape in lists), default=0)
+
+
+LANES, SUBLANES = 128, 8
+"""Shape of a vector of a TPU, of 4-byte words."""
 
 
 def _is_float(shape: ArrayShape) -> bool:

@@ -143,6 +143,7 @@ class TpuRates(DeviceRates):
     hop: Time  # latency of one hop between neighbors
     gathered_row: Time  # time of a row in the gather kernel for rows, by its instructions
     summed_row: Time  # time of a row in the kernel for sums of rows, by its instructions
+    planned_vector: Time  # time of a vector in a step of the planner, by its instructions
 
 
 MODELS: dict[Literal["cuda", "tpu"], type[GpuRates] | type[TpuRates]] = {"cuda": GpuRates, "tpu": TpuRates}

@@ -21,12 +21,14 @@ from jaxtyping import Array, Float, Int
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.native_planner import alike
 from jax_moe_lb.core.types import Counts, Placement, Quota, iota, pytree
-from jax_moe_lb.planners.exact_packing import Filled, SearchOrder, fill, plain
+from jax_moe_lb.planners.exact_on_tpu import fill_in_kernel, why_no_kernel
+from jax_moe_lb.planners.exact_packing import Filled, SearchOrder, fill, plain, quotient
 from jax_moe_lb.planners.exact_packing import localize as localized
 from jax_moe_lb.planners.exact_starts import fan_out, starts
 
-WIDTH = 64
-"""Number of candidates evaluated side by side."""
+BITS = 7
+WIDTH = 1 << BITS
+"""Number of candidates evaluated side by side: the lanes of a vector of a TPU."""
 
 LIKING, WELCOME, START = np.float32(0.15), np.float32(0.5), np.float32(0.1)
 """Noise amplitudes of `SearchOrder.liking`, `welcome` and `start`; of `start` as a fraction of the limit."""
@@ -35,13 +37,12 @@ URGENT, CLEARED = np.float32(4), np.float32(0.25)
 """`SearchOrder.urgent` without noise, and noise amplitude of `cleared` as a fraction of the ranks."""
 
 
-def usual_order(tokens: Int[Array, "M L"]) -> SearchOrder:
+def usual_order(tokens: Int[Array, "L M"], is_limited: bool) -> SearchOrder:
     """Return the search order without noise: the hottest expert to the rank with most room."""
-    none = vary_like(jnp.zeros(tokens.shape[0], jnp.int32), tokens)
+    none = vary_like(jnp.zeros(tokens.shape[1], jnp.int32), tokens)
     ones = 1 + none.astype(jnp.float32)
-    return SearchOrder(
-        1 + 0 * tokens.reshape(-1).astype(jnp.float32), ones, ones[0] - 1, none, URGENT * ones[0], none[0]
-    )
+    limited = (URGENT * ones[:1], none[:1]) if is_limited else (None, None)
+    return SearchOrder(1 + 0 * tokens.astype(jnp.float32), ones, ones[:1] - 1, none, *limited)
 
 
 def order_near(order: SearchOrder, limit: Int[Array, ""], seed: Int[Array, ""], number: Int[Array, ""]) -> SearchOrder:
@@ -51,15 +52,20 @@ def order_near(order: SearchOrder, limit: Int[Array, ""], seed: Int[Array, ""], 
     # Giving early rarely helps, so half of the search orders keep `start` unchanged.
     ahead = limit.astype(jnp.float32) * START * (number % 2).astype(jnp.float32)
     later = ahead * _noise(order.start.size, 4 * seed, number)
-    urgent, cleared = reach * _noise(2, 4 * seed + 3, WIDTH + number)
-    return SearchOrder(
-        liking=order.liking * (1 + LIKING * reach * _noise(order.liking.size, 4 * seed + 1, number)),
+    noise = _noise(order.liking.size, 4 * seed + 1, number).reshape(order.liking.shape[::-1]).T
+    near = SearchOrder(
+        liking=order.liking * (1 + LIKING * reach * noise),
         welcome=order.welcome * (1 + WELCOME * reach * _noise(order.welcome.size, 4 * seed + 2, number)),
-        pressing=jnp.maximum(_noise(1, 4 * seed + 3, number)[0], 0),
+        pressing=jnp.maximum(_noise(1, 4 * seed + 3, number), 0),
         start=jnp.maximum(order.start + later.astype(jnp.int32), 0),
-        urgent=order.urgent * jnp.exp2(2 * urgent),
-        cleared=jnp.maximum(order.cleared + (CLEARED * order.start.size * cleared).astype(jnp.int32), 0),
+        urgent=order.urgent,
+        cleared=order.cleared,
     )
+    if order.urgent is None or order.cleared is None:
+        return near
+    urgent, cleared = reach * _noise(2, 4 * seed + 3, WIDTH + number)
+    ahead = (CLEARED * order.start.size * cleared).astype(jnp.int32)
+    return replace(near, urgent=order.urgent * jnp.exp2(2 * urgent), cleared=jnp.maximum(order.cleared + ahead, 0))
 
 
 def _noise(size: int, seed: Int[Array, ""], number: Int[Array, ""]) -> Float[Array, "..."]:
@@ -73,13 +79,13 @@ def _noise(size: int, seed: Int[Array, ""], number: Int[Array, ""]) -> Float[Arr
     return (bits >> np.uint32(8)).astype(jnp.float32) * np.float32(2**-23) - 1
 
 
-STEPS = 512
+STEPS = 256
 """Approximate number of sequential replicas of the search for a lower maximum, over all generations.
 
 The value was tuned on recorded loads.
 """
 
-FEWER = 4
+FEWER = 2
 """Number of generations of the search for fewer replicas."""
 
 CLOSE_ENOUGH = 4096
@@ -89,8 +95,9 @@ NO_PLAN = np.int32(np.iinfo(np.int32).max)
 """Maximum load assigned to rejected plans."""
 
 Attempt = Callable[[Array, SearchOrder, Array | int], Filled]
-"""Function making plans side by side, one per limit and search order, with at most some replicas; the first two have a
-leading dimension.
+"""Function making plans side by side, one per limit and search order, with at most some replicas.
+
+Candidates are the last dimension of search orders and plans.
 """
 
 
@@ -109,15 +116,17 @@ class Search:
         return self.plan.load.max()
 
 
-def lowest(tokens: Int[Array, "M L"], slots: int, max_fan_out: int) -> Search:
+def lowest(tokens: Int[Array, "L M"], slots: int, max_fan_out: int) -> Search:
     """Search for the lowest maximum load of a domain."""
-    num_ranks, total = tokens.shape[0], tokens.sum(dtype=jnp.int32)
-    mean = total // num_ranks + (total % num_ranks > 0).astype(jnp.int32)
-    enough = mean // CLOSE_ENOUGH
+    num_ranks, total = tokens.shape[1], tokens.sum(dtype=jnp.int32)
+    # The sum may exceed int32, but not uint32.
+    mean = quotient(total + (num_ranks - 1), num_ranks)
+    enough = quotient(mean, CLOSE_ENOUGH)
     attempt = partial(_attempt, tokens, slots, max_fan_out)
-    start = Search(mean, plain(tokens, slots), usual_order(tokens), 0 * mean)
+    order = usual_order(tokens, max_fan_out < slots * num_ranks)
+    start = Search(mean, plain(tokens, slots), order, 0 * mean)
     # Each round reduces the int32 range to one of `WIDTH` parts.
-    rounds = int(np.ceil(31 / np.log2(WIDTH)))
+    rounds = -(-31 // BITS)
     s = jax.lax.while_loop(
         lambda s: (s.high - s.low > enough) & (s.turn < rounds), lambda s: _narrow(s, attempt), start
     )
@@ -134,14 +143,14 @@ def lowest(tokens: Int[Array, "M L"], slots: int, max_fan_out: int) -> Search:
 
 
 def fewest(
-    tokens: Int[Array, "M L"],
+    tokens: Int[Array, "L M"],
     found: Search,
     limit: Int[Array, ""],
     max_fan_out: int,
     counts: Int[Array, "M P"] | None = None,
 ) -> Filled:
     """Search for a plan with fewer replicas within a limit."""
-    attempt = partial(_attempt, tokens, found.plan.expert.shape[1], max_fan_out)
+    attempt = partial(_attempt, tokens, len(found.plan.expert), max_fan_out)
     start = Search(limit, found.plan, found.order, 0 * limit)
     s = jax.lax.while_loop(
         lambda s: (s.turn < FEWER) & (_number(s.plan) > 0), lambda s: _fewer(s, attempt, counts), start
@@ -150,44 +159,50 @@ def fewest(
     limits = _grid(found.high, limit)
     plans = attempt(limits, _same(s.order), _number(s.plan))
     # With a binding fan-out, `fill` clears ranks first, without the bound on replicas.
-    costs = jnp.where(_keeps(plans, limits) & (_number(plans) <= _number(s.plan)), plans.load.max(1), NO_PLAN)
+    costs = jnp.where(_keeps(plans, limits) & (_number(plans) <= _number(s.plan)), plans.load.max(0), NO_PLAN)
     # Of equal maxima, the plan whose busiest rank sends the fewest replicas.
     least = jnp.minimum(costs.min(), s.high)
-    sent = jnp.where(costs == least, jax.vmap(fan_out)(plans), NO_PLAN)
+    sent = jnp.where(costs == least, jax.vmap(fan_out, -1)(plans), NO_PLAN)
     return _best(s.plan, plans, sent, jnp.where(s.high == least, fan_out(s.plan), NO_PLAN))[1]
 
 
 def _attempt(
     tokens: Array, slots: int, max_fan_out: int, limits: Array, orders: SearchOrder, most: Array | int
 ) -> Filled:
-    return jax.vmap(lambda limit, order: fill(tokens, limit, order, slots, max_fan_out, most))(limits, orders)
+    limits, load = limits[None], tokens.sum(0, dtype=jnp.int32)
+    place = None if orders.cleared is None else jnp.argsort(jnp.argsort(load)).astype(jnp.int32)[:, None]
+    most = jnp.broadcast_to(jnp.asarray(most, jnp.int32), limits.shape)
+    forms = {"default": partial(fill, slots=slots, max_fan_out=max_fan_out)}
+    if why_no_kernel(len(tokens), load.size, slots, WIDTH) is None:
+        forms["tpu"] = partial(fill_in_kernel, slots=slots, max_fan_out=max_fan_out)
+    return jax.lax.platform_dependent(tokens[..., None], place, limits, orders, most, **forms)
 
 
 def _grid(low: Array, high: Array) -> Int[Array, "..."]:
     """Return `WIDTH` limits from `low` (inclusive) to `high` (exclusive)."""
     width, k = high - low, iota(WIDTH)
     # Multiply quotient and remainder separately: the product with the whole width could overflow.
-    return low + width // WIDTH * k + width % WIDTH * k // WIDTH
+    return low + (width >> BITS) * k + ((width & (WIDTH - 1)) * k >> BITS)
 
 
 def _same(order: SearchOrder) -> SearchOrder:
-    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (WIDTH, *leaf.shape)), order)
+    return jax.tree.map(lambda leaf: leaf[..., None], order)
 
 
 def _keeps(plans: Filled, limits: Array) -> Array:
-    return plans.load.max(1) <= limits
+    return plans.load.max(0) <= limits
 
 
 def _number(plans: Filled) -> Array:
     """Return the number of replicas per plan."""
-    return (plans.expert >= 0).sum((-1, -2), dtype=jnp.int32)
+    return (plans.expert >= 0).sum((0, 1), dtype=jnp.int32)
 
 
 def _narrow(s: Search, attempt: Attempt) -> Search:
     """Try a grid of limits between `low` and the best maximum, in the usual search order."""
     limits = _grid(s.low, s.high)
     plans = attempt(limits, _same(s.order), s.plan.expert.size)
-    _, plan = _best(s.plan, plans, plans.load.max(1), s.high)
+    _, plan = _best(s.plan, plans, plans.load.max(0), s.high)
     high = plan.load.max()
     # Treat limits below the lowest success as infeasible, although success is not monotonic in the limit.
     low = jnp.where(limits < high, limits + 1, s.low).max()
@@ -197,6 +212,8 @@ def _narrow(s: Search, attempt: Attempt) -> Search:
 
 def _start_from_others(s: Search, tokens: Array, slots: int, max_fan_out: int) -> Search:
     """Take the plan of another rule if its maximum is lower."""
+    # Otherwise XLA would move operations on the tokens before the loop, where they always run.
+    tokens, _ = jax.lax.optimization_barrier((tokens, s.turn))
     plan = s.plan
     for start in starts(tokens, slots):
         is_better = (fan_out(start) <= max_fan_out) & (start.load.max() < plan.load.max())
@@ -208,17 +225,17 @@ def _lower(s: Search, attempt: Attempt) -> Search:
     """Try perturbed search orders, each under a lower limit than the best maximum."""
     # Lower the limit by one token copy up to half of the excess over the mean: plans rarely end below their limit.
     drop = jnp.maximum((s.high - s.low) >> (1 + iota(WIDTH) // 2 % 8), 1)
-    orders = jax.vmap(partial(order_near, s.order, s.high, s.turn))(iota(WIDTH))
+    orders = jax.vmap(partial(order_near, s.order, s.high, s.turn), out_axes=-1)(iota(WIDTH))
     plans = attempt(s.high - drop, orders, s.plan.expert.size)
-    return _next(s, orders, plans, plans.load.max(1), s.high)
+    return _next(s, orders, plans, plans.load.max(0), s.high)
 
 
 def _fewer(s: Search, attempt: Attempt, counts: Array | None) -> Search:
     """Try perturbed search orders under the limit `low`."""
-    orders = jax.vmap(partial(order_near, s.order, s.low, s.turn))(iota(WIDTH))
+    orders = jax.vmap(partial(order_near, s.order, s.low, s.turn), out_axes=-1)(iota(WIDTH))
     # Further replicas than those of the best plan are in vain.
     plans = attempt(jnp.broadcast_to(s.low, (WIDTH,)), orders, _number(s.plan))
-    costs = jax.vmap(partial(_replicas, counts=counts))(plans)
+    costs = jax.vmap(partial(_replicas, counts=counts), -1)(plans)
     costs = jnp.where(_keeps(plans, s.low), costs, jnp.inf)
     return _next(s, orders, plans, costs, _replicas(s.plan, counts))
 
@@ -228,21 +245,23 @@ def _replicas(plan: Filled, counts: Array | None) -> Float[Array, ""]:
     number = _number(plan).astype(jnp.float32)
     if counts is None:
         return number
-    starts = counts[iota(plan.load.size)[:, None], jnp.maximum(plan.expert, 0)]
+    # By comparison, as a gather is several operations on TPU.
+    is_of = plan.expert[None] == iota(counts.shape[1])[:, None, None]
+    starts = jnp.where(is_of, counts.T[:, None], 0).sum(0, dtype=jnp.int32)
     stays = jnp.minimum(starts, plan.tokens).sum(dtype=jnp.int32)
     return number + 1 - stays.astype(jnp.float32) / (plan.load.sum(dtype=jnp.int32) + 1).astype(jnp.float32)
 
 
 def _next(s: Search, orders: SearchOrder, plans: Filled, costs: Array, cost: Array) -> Search:
     best, plan = _best(s.plan, plans, costs, cost)
-    order = jax.tree.map(lambda new, old: jnp.where(costs[best] < cost, new[best], old), orders, s.order)
+    order = jax.tree.map(lambda new, old: jnp.where(costs[best] < cost, new[..., best], old), orders, s.order)
     return Search(s.low, plan, order, s.turn + 1)
 
 
 def _best(plan: Filled, plans: Filled, costs: Array, cost: Array) -> tuple[Array, Filled]:
     """Return the index of the cheapest plan, and this plan or the previous one if that costs no more."""
     best = jax.lax.argmin(costs, 0, jnp.int32)
-    return best, jax.tree.map(lambda new, old: jnp.where(costs[best] < cost, new[best], old), plans, plan)
+    return best, jax.tree.map(lambda new, old: jnp.where(costs[best] < cost, new[..., best], old), plans, plan)
 
 
 def exact_in_jax(
@@ -256,7 +275,7 @@ def exact_in_jax(
     (counts,) = alike(counts)
     num_ranks, num_experts = counts.shape
     num_domains, num_home, num_local = num_ranks // domain, num_experts // num_ranks, num_experts // num_ranks * domain
-    tokens = counts.sum(0, dtype=jnp.int32).reshape(num_domains, domain, num_home)
+    tokens = counts.sum(0, dtype=jnp.int32).reshape(num_domains, domain, num_home).swapaxes(1, 2)
     # Tokens from other domains are served here, too, but never on their source rank.
     inside = counts.reshape(num_domains, domain, num_domains, num_local)
     inside = inside[iota(num_domains), :, iota(num_domains)]
@@ -264,7 +283,7 @@ def exact_in_jax(
     slots = min(num_slots, num_local) - num_home
     fan_out = min(max_fan_out, domain * slots)
 
-    def plan(tokens: Int[Array, "M L"], inside: Int[Array, "M P"]) -> Filled:
+    def plan(tokens: Int[Array, "L M"], inside: Int[Array, "M P"]) -> Filled:
         # Without replicas, homes serve all tokens.
         if fan_out == 0:
             return plain(tokens, slots)
@@ -274,7 +293,11 @@ def exact_in_jax(
         # Within the lowest maximum of these replicas: `eps` is spent on fewer replicas alone.
         return localized(fewer, inside, fewer.load.max()) if localize else fewer
 
-    plans = jax.vmap(plan)(tokens, inside)
+    if num_domains == 1:
+        # Without `vmap`, conditions of loops are scalars, which take no vector operations.
+        plans = jax.tree.map(lambda leaf: leaf[None], plan(tokens[0], inside[0]))
+    else:
+        plans = jax.vmap(plan)(tokens, inside)
     return _placement(plans, num_slots), _quota(plans)
 
 
@@ -288,11 +311,12 @@ def _within(high: Array, total: Array, eps: float) -> Int[Array, ""]:
 
 def _placement(plans: Filled, num_slots: int) -> Int[Array, "R S"]:
     """Return each rank's home experts, then its replicas, then -1."""
-    num_domains, domain, slots = plans.expert.shape
+    num_domains, slots, domain = plans.expert.shape
     num_experts = plans.left.size
     num_home = num_experts // num_domains // domain
     first = (iota(num_domains) * (domain * num_home))[:, None, None]
-    replicas = jnp.where(plans.expert >= 0, plans.expert + first, -1).reshape(num_domains * domain, slots)
+    replicas = jnp.where(plans.expert >= 0, plans.expert + first, -1).swapaxes(1, 2)
+    replicas = replicas.reshape(num_domains * domain, slots)
     # The stable sort keeps the order of replicas and moves empty slots behind them.
     order = jnp.argsort(replicas < 0, axis=1, stable=True)
     replicas = jnp.take_along_axis(replicas, order, axis=1)
@@ -303,13 +327,14 @@ def _placement(plans: Filled, num_slots: int) -> Int[Array, "R S"]:
 
 
 def _quota(plans: Filled) -> Int[Array, "E R"]:
-    num_domains, domain, slots = plans.expert.shape
-    num_local = plans.left.shape[1]
+    num_domains, slots, domain = plans.expert.shape
+    num_local = plans.left[0].size
     b, home = iota(num_domains)[:, None], iota(num_local) // (num_local // domain)
-    rank = jnp.broadcast_to(jnp.repeat(iota(domain), slots)[None], (num_domains, domain * slots))
+    rank = jnp.broadcast_to(jnp.tile(iota(domain), slots)[None], (num_domains, slots * domain))
+    left = plans.left.swapaxes(1, 2).reshape(num_domains, num_local)
     # An empty slot (-1) gets an index past the end, dropped by the scatter.
     expert = jnp.where(plans.expert < 0, num_local, plans.expert).reshape(num_domains, -1)
-    served = jnp.where(home[:, None] == iota(domain)[None], plans.left[:, :, None], 0)
+    served = jnp.where(home[:, None] == iota(domain)[None], left[:, :, None], 0)
     served = served.at[b, expert, rank].add(plans.tokens.reshape(num_domains, -1), mode="drop")
     # Only ranks of its domain serve an expert.
     blocks = (iota(num_domains)[:, None] == iota(num_domains)[None])[:, None, :, None]

@@ -17,8 +17,9 @@ ULTRAEP_EPS = 0.01
 """Default `eps` of `UltraEP`."""
 
 
-def starts(tokens: Int[Array, "M L"], slots: int) -> tuple[Filled, ...]:
+def starts(tokens: Int[Array, "L M"], slots: int) -> tuple[Filled, ...]:
     """Return the plans of the greedy rule and of UltraEP's planner for one domain."""
+    tokens = tokens.T
     num_ranks, num_home = tokens.shape
     homes = iota(tokens.size).reshape(num_ranks, num_home) + 0 * tokens
     placement = jnp.pad(homes, ((0, 0), (0, slots)), constant_values=-1)
@@ -32,18 +33,19 @@ def starts(tokens: Int[Array, "M L"], slots: int) -> tuple[Filled, ...]:
 
 
 def _filled(placement: Placement, quota: Quota, num_home: int) -> Filled:
-    expert, rank = placement[:, num_home:], iota(len(placement))[:, None]
+    expert, rank = placement[:, num_home:].T, iota(len(placement))[None]
+    home = iota(len(quota)) // num_home
     return Filled(
         expert=expert,
         tokens=jnp.where(expert >= 0, quota[jnp.maximum(expert, 0), rank], 0),
-        left=quota[iota(len(quota)), iota(len(quota)) // num_home],
+        left=quota[iota(len(quota)), home].reshape(-1, num_home).T,
         load=quota.sum(0, dtype=jnp.int32),
     )
 
 
 def fan_out(plan: Filled) -> Int[Array, ""]:
     """Return the most replicas of the experts of one rank."""
-    num_home = plan.left.size // plan.load.size
+    num_home = len(plan.left)
     # An empty slot (-1) has no home.
     home = jnp.where(plan.expert >= 0, plan.expert // num_home, np.int32(-1))
     return (home.reshape(-1)[:, None] == iota(plan.load.size)[None]).sum(0, dtype=jnp.int32).max()

@@ -1,5 +1,6 @@
 """Times of a schedule follow its streams, its dependencies and the load."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -328,13 +329,27 @@ def test_kernels_of_tpus_take_a_time_for_each_row(kernel, rate):
     """Instructions of the kernel bound it, unless the rows are wide."""
     text = TEXT.replace("%w, %n), custom_call", "%w, %gathered), custom_call").replace("%hidden =", f"%{kernel}.1 =")
     (one,) = (each for each in schedule(text.replace("(%hidden,", f"(%{kernel}.1,")) if each.name == f"{kernel}.1")
-    assert one.copied_rows == 128
+    assert one.items == 128
     target = Target.parse("v5e:2x4")
     time = OperationTime(target)
     wide, narrow = (time.of(replace(one, product=None, flops=0, nbytes=nbytes), 0) for nbytes in (10**9, 128))
-    many = replace(one, product=None, flops=0, nbytes=128, copied_rows=10**6)
+    many = replace(one, product=None, flops=0, nbytes=128, items=10**6)
     a_row = getattr(device_rates("v5e", "tpu"), rate)
     assert time.of(many, 0).seconds == pytest.approx(10**6 * a_row, rel=1e-2)
     assert (time.of(many, 0).bound, wide.bound) == ("rows", "HBM")
     assert wide.seconds > narrow.seconds
-    assert not any(each.copied_rows for each in ALL)
+    assert not any(each.items for each in ALL)
+
+
+def test_a_planner_kernel_takes_a_time_for_each_vector_of_a_step():
+    """One step per replica, in two domains of 64 ranks with 2 slots and 4 home experts."""
+    results = "(s32[2,2,64,128]{3,2,1,0}, s32[2,2,64,128]{3,2,1,0}, s32[2,4,64,128]{3,2,1,0}, s32[2,64,128]{2,1,0})"
+    text = re.sub(r"%hidden = \S+", f"%moe_exact_fill.1 = {results}", TEXT)
+    (one,) = (each for each in schedule(text.replace("(%hidden,", "(%moe_exact_fill.1,")) if "fill" in each.name)
+    assert one.items == 2 * (2 * 64) * (2 + 4 + 2) * (64 // 8)
+    one, target = replace(one, product=None, flops=0, nbytes=0), Target.parse("v6e:8x8")
+    a_vector = device_rates("v6e", "tpu").planned_vector
+    everywhere, home = OperationTime(target).of(one, 0), OperationTime(target, EVEN).of(one, 0)
+    assert everywhere.seconds == pytest.approx(one.items * a_vector, rel=1e-2)
+    assert everywhere.bound == "latency"
+    assert home.seconds < everywhere.seconds / 10

@@ -1,6 +1,7 @@
 """The jnp search replacing the C++ planner of `exact`."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,12 @@ import pytest
 from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Plan, _planning
 from jax_moe_lb.core import check_plan, custom_calls
+from jax_moe_lb.core.types import iota
 from jax_moe_lb.planners.base import plan_on_host
 from jax_moe_lb.planners.exact import UNBOUNDED, exact
-from jax_moe_lb.planners.exact_packing import OffloadChain, _give, _may, _Places, fill, plain
-from jax_moe_lb.planners.exact_search import exact_in_jax, usual_order
+from jax_moe_lb.planners.exact_on_tpu import fill_in_kernel, why_no_kernel
+from jax_moe_lb.planners.exact_packing import _may, _Places, fill
+from jax_moe_lb.planners.exact_search import WIDTH, exact_in_jax, order_near, usual_order
 from tests.planners.planner_cases import STOPPED, assert_same
 
 RUN = jax.jit(exact_in_jax, static_argnums=(1, 2, 3, 4, 5))
@@ -109,51 +112,68 @@ def test_a_fan_out_that_binds_costs_no_more_than_in_cpp():
     assert max(above) <= 0.02
 
 
+def filled(tokens, limit, max_fan_out, most=4, **changes):
+    """Return the plan of one candidate for tokens `[M, L]` and one slot per rank."""
+    tokens = jnp.asarray(np.array(tokens, np.int32).T)
+    order = jax.tree.map(lambda weight: weight[..., None], replace(usual_order(tokens, is_limited=True), **changes))
+    place = jnp.argsort(jnp.argsort(tokens.sum(0))).astype(jnp.int32)[:, None]
+    limit, most = (jnp.full((1, 1), number, jnp.int32) for number in (limit, most))
+    return fill(tokens[..., None], place, limit, order, most, slots=1, max_fan_out=max_fan_out)
+
+
 @pytest.mark.slow
 def test_room_is_made_on_idle_ranks():
     """Rank 0 may send one replica, of 10 token copies: rank 3 has capacity for them once its own 2 are on rank 1."""
-    tokens = jnp.asarray(np.array([[20, 0], [5, 3], [5, 3], [2, 0]], np.int32))
     for cleared, highest in ((0, 12), (1, 10)):
-        order = replace(usual_order(tokens), cleared=jnp.int32(cleared))
-        assert fill(tokens, jnp.int32(10), order, slots=1, max_fan_out=1, most=4).load.max() == highest
+        tokens = [[20, 0], [5, 3], [5, 3], [2, 0]]
+        assert filled(tokens, 10, max_fan_out=1, cleared=jnp.int32([cleared])).load.max() == highest
 
 
 @pytest.mark.slow
 def test_room_is_made_within_the_fan_out():
     """Rank 1 has three experts that ranks 2 and 3 have room for."""
-    tokens = jnp.asarray(np.array([[20, 0, 0], [2, 2, 2], [9, 0, 0], [9, 0, 0]], np.int32))
     for max_fan_out, sent in ((1, 1), (2, 2)):
-        order = replace(usual_order(tokens), cleared=jnp.int32(1))
-        plan = fill(tokens, jnp.int32(12), order, slots=1, max_fan_out=max_fan_out, most=4)
+        plan = filled([[20, 0, 0], [2, 2, 2], [9, 0, 0], [9, 0, 0]], 12, max_fan_out, cleared=jnp.int32([1]))
         assert (np.asarray(plan.expert) // 3 == 1).sum() == sent
 
 
 @pytest.mark.slow
 def test_a_plan_ends_with_the_most_replicas():
     """Rank 0 would give to all others; a plan of further replicas cannot have the fewest."""
-    tokens = jnp.asarray(np.array([[20, 0], [4, 0], [4, 0], [4, 0]], np.int32))
-    made = [fill(tokens, jnp.int32(8), usual_order(tokens), slots=1, max_fan_out=4, most=most) for most in range(5)]
+    made = [filled([[20, 0], [4, 0], [4, 0], [4, 0]], 8, max_fan_out=4, most=most) for most in range(5)]
     assert [int((plan.expert >= 0).sum()) for plan in made] == [0, 1, 2, 3, 3]
     assert [int(plan.load.max()) for plan in made] == [20, 16, 12, 8, 8]
 
 
 @pytest.mark.slow
-def test_a_step_on_many_ranks_makes_several_replicas():
-    """The hottest expert is given in parts while it is the hottest of its rank, above the limit, and the plan short."""
-    tokens = np.full((64, 2), 5, np.int32)
-    tokens[0], tokens[1] = (100, 75), (60, 0)
-    tokens[2:, 0] -= np.arange(62, dtype=np.int32) % 2
-    limit = jnp.int32(20)
-    now = plain(jnp.asarray(tokens), 2)
-    start = OffloadChain(now, 0 * now.load + limit, 0 * now.load, 0 * now.load, jnp.int32(0), jnp.array(True))
-    for most, replicas in ((9, [0, 0, 0, 2]), (3, [0, 0, 0]), (1, [0])):
-        end = _give(start, limit, usual_order(jnp.asarray(tokens)), 128, most)
-        # The ranks with room for 11 receive first. After 3 parts of expert 0, expert 1 is the hottest of rank 0.
-        receivers = [3, 5, 7, 9][: len(replicas)]
-        assert np.asarray(end.now.expert)[receivers, 0].tolist() == replicas
-        assert int(end.number) == len(replicas) == int((end.now.expert >= 0).sum())
-        assert np.asarray(end.now.tokens)[receivers, 0].tolist() == [11] * len(replicas)
-        assert int(end.now.load.sum()) == tokens.sum() == int(end.now.left.sum() + end.now.tokens.sum())
+@pytest.mark.parametrize(("shape", "slots", "max_fan_out"), [((1, 2), 1, 2), ((2, 8), 2, 3), ((5, 8), 3, 24)])
+def test_the_kernel_of_tpus_makes_the_same_plans(shape, slots, max_fan_out):
+    """Interpreted, for candidates of different limits, orders and numbers of replicas; also of two domains."""
+    rng, is_limited = np.random.default_rng(0), max_fan_out < slots * shape[1]
+    tokens = jnp.asarray((1e4 * rng.random((2, *shape)) ** 6).astype(np.int32))
+    load = tokens.sum(1)
+    limits = (load.mean(1, keepdims=True) * np.linspace(0.9, 1.5, WIDTH)[None]).astype(jnp.int32)[:, None]
+
+    def orders_of(tokens):
+        near = partial(order_near, usual_order(tokens, is_limited), tokens.max(), tokens.min())
+        return jax.vmap(near, out_axes=-1)(iota(WIDTH))
+
+    most = jnp.broadcast_to(iota(WIDTH) % 7 * 5, limits.shape)
+    place = jnp.argsort(jnp.argsort(load)).astype(jnp.int32)[..., None] if is_limited else None
+    given = tokens[..., None], place, limits, jax.vmap(orders_of)(tokens), most
+    assert why_no_kernel(*shape, slots, WIDTH) is None
+    want, got = (
+        jax.vmap(partial(form, slots=slots, max_fan_out=max_fan_out))(*given)
+        for form in (fill, partial(fill_in_kernel, interpret=True))
+    )
+    assert (want.expert >= 0).any()
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_a_kernel_needs_its_vectors_in_memory():
+    assert why_no_kernel(2, 64, 2, WIDTH) is None
+    assert why_no_kernel(32, 8, 2, WIDTH) is None
+    assert why_no_kernel(30, 256, 2, WIDTH) == "experts and slots are 1024 vectors; expected at most 512"
 
 
 @pytest.mark.thorough
