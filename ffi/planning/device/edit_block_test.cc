@@ -10,6 +10,7 @@
 #include <map>
 #include <random>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -348,6 +349,23 @@ void AtomicAccessesNeedNoBarrierBetweenThem() {
   }
 }
 
+void ThreadsOfTheSystemRunBlocksAtOnce() {
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i) {
+    threads.emplace_back([] {
+      Fibers block(64);
+      for (int run = 0; run < 100; ++run) {
+        block.Run([](const FiberThreads& t) {
+          EXPECT_EQ(t.Sum(1), 32u);
+          t.SyncBlock();
+        });
+        EXPECT(block.faults().empty());
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
 }  // namespace
 }  // namespace moe_lb::device
 
@@ -357,6 +375,7 @@ int main(int argc, char** argv) {
   const int64_t number = is_counted ? std::atoll(argv[1]) : 400;
   const uint32_t seed = argc > 2 ? static_cast<uint32_t>(std::atoi(argv[2])) : 1;
   moe_lb::TestParts parts = {{"atomic", AtomicAccessesNeedNoBarrierBetweenThem},
+                             {"threads", ThreadsOfTheSystemRunBlocksAtOnce},
                              {"largest", TheLargestPlansFit},
                              {"quotients", QuotientsAreThoseOfDivisions},
                              {"ultraep_limits", UltraEpTriesTheLimitsOfTheHost}};

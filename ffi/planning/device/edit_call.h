@@ -106,11 +106,10 @@ MOE_LB_ANYWHERE RelayLayout LayOut(const RelayCall& call) {
   return layout;
 }
 
-// Whether the domains of a plan fit into a block. Experts of a domain have 16 bits, and offsets in global memory 31.
+// Whether the domains of a plan fit into a block. Experts of a domain have 16 bits.
 inline bool Fits(const EditCall& call) {
   return call.num_ranks <= kMaxRanks && call.num_experts() <= 0xffff && call.slots >= call.home() &&
-         static_cast<int64_t>(call.all_experts) * call.all_ranks <= INT32_MAX &&
-         static_cast<int64_t>(call.all_ranks) * call.slots <= INT32_MAX;
+         HasSmallOffsets(call.all_ranks, call.all_experts, call.slots);
 }
 
 // Whether a call fits into a block.

@@ -11,6 +11,7 @@
 #include <numeric>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ffi/common/testing.h"
@@ -225,6 +226,16 @@ void DomainsOf128RanksAreTheLargestThatFit() {
   }
 }
 
+void OffsetsInGlobalMemoryHave31Bits() {
+  constexpr int k15 = 1 << 15, k16 = 1 << 16;
+  for (const auto& [ranks, slots] : std::vector<std::pair<int, int>>{{k15, 2}, {k16, 2}, {k15, k16}, {k15, k16 - 1}}) {
+    ExactCall call = {};
+    call.all_ranks = call.all_experts = ranks;
+    call.all_slots = slots;
+    EXPECT_EQ(Fit(&call, 8), ranks == k15 && slots != k16);
+  }
+}
+
 // Sizes that fill the shared memory to the last byte, without and with the counts.
 void TheLargestDomainsFit() {
   for (const bool localize : {false, true}) {
@@ -406,6 +417,7 @@ int main(int argc, char** argv) {
                            {"small", [=] { SmallCountsGiveThePlanOfTheHost(400, seed); }},
                            {"refused", RefusedCountsSetTheStatus},
                            {"largest", DomainsOf128RanksAreTheLargestThatFit},
+                           {"offsets", OffsetsInGlobalMemoryHave31Bits},
                            {"full", TheLargestDomainsFit},
                            {"barriers", EveryBarrierIsNeeded}});
 }

@@ -63,7 +63,7 @@ MOE_LB_ANYWHERE ExactLayout LayOut(const ExactCall& call) {
 
 // Sets how a domain is planned: its shape, and whether its counts fit into shared memory, too. False: it does not fit.
 inline bool Fit(ExactCall* call, int64_t domain) {
-  if (domain > kMaxRanks) return false;
+  if (domain > kMaxRanks || !HasSmallOffsets(call->all_ranks, call->all_experts, call->all_slots)) return false;
   const auto ranks = static_cast<int>(domain);
   const int home = call->all_experts / call->all_ranks;
   // A rank needs at most as many slots as the domain has experts.

@@ -18,6 +18,14 @@ namespace {
 
 constexpr size_t kStackBytes = 128 << 10;
 
+// Of this thread of the system, because several may run blocks at once.
+thread_local Fibers* entered = nullptr;
+thread_local void (*entry)(Fibers*) = nullptr;
+void EnterFiber() {
+  entry(entered);
+  std::abort();  // a fiber parks at its end
+}
+
 #if defined(__x86_64__)
 
 // A context is its stack pointer; the registers kept by a call are on the stack. `ucontext` would enter the kernel.
@@ -46,13 +54,6 @@ moe_lb_switch_fiber:
 
 void Switch(void** from, void* to) { moe_lb_switch_fiber(from, to); }
 
-Fibers* entered = nullptr;
-void (*entry)(Fibers*) = nullptr;
-void EnterFiber() {
-  entry(entered);
-  std::abort();  // a fiber parks at its end
-}
-
 void* NewContext(char* stack) {
   auto top = reinterpret_cast<uintptr_t>(stack + kStackBytes) & ~uintptr_t{15};
   auto* words = reinterpret_cast<uint64_t*>(top) - 2;
@@ -63,13 +64,6 @@ void* NewContext(char* stack) {
 }
 
 #else
-
-Fibers* entered = nullptr;
-void (*entry)(Fibers*) = nullptr;
-void EnterFiber() {
-  entry(entered);
-  std::abort();
-}
 
 // A parked context is on the stack of its fiber.
 void Switch(void** from, void* to) {

@@ -9,6 +9,11 @@ namespace moe_lb::device {
 
 constexpr int kMaxRanks = 128;  // of a block
 
+// Whether offsets of quota and placement in global memory fit 31 bits.
+inline bool HasSmallOffsets(int64_t all_ranks, int64_t all_experts, int64_t slots) {
+  return all_ranks * all_experts <= INT32_MAX && all_ranks * slots <= INT32_MAX;
+}
+
 // Words of a set of ranks: 1, 2 or 4, because planners are compiled for each number.
 MOE_LB_ANYWHERE size_t NumWords(int num_ranks) { return num_ranks <= kLanes ? 1 : num_ranks <= 2 * kLanes ? 2 : 4; }
 
