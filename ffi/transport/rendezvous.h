@@ -320,6 +320,8 @@ void Rendezvous<CallArguments>::Shared::Forget(const Lane& lane) {
   const std::shared_ptr<Group> group = lane.group.lock();
   if (group == nullptr) return;
   const auto generation = group->generations.find(lane.generation);
+  // Erased already if more devices have arrived as a rank than there are lanes.
+  if (generation == group->generations.end()) return;
   if (++generation->second.num_over == options.num_lanes) group->generations.erase(generation);
   // If this group was old, the key may refer to another group.
   const auto found = groups.find(lane.key);

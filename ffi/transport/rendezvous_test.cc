@@ -245,6 +245,27 @@ void LanesAreFilledInOrder() {
   EXPECT_EQ(rendezvous.num_open(), 0U);
 }
 
+// More devices than lanes arrive as a rank at once, with wrong attributes.
+void SurplusDevicesEndToo() {
+  std::vector<NumberRendezvous::Finish> ends;
+  NumberRendezvous rendezvous(Options(2), [&](View<Number>, NumberRendezvous::Finish end) { ends.push_back(end); });
+  std::atomic<int> num_done{0};
+  // The last two keep the group after its first generation.
+  for (const int64_t device : {0, 1, 2, 3, 0, 1}) {
+    if (ends.size() == 2 && device == 1) {
+      ends[0](Ok());
+      ends[1](Ok());
+    }
+    rendezvous.Arrive({0, device, 0, device % 2}, {}, Ok(), [&](const Outcome& outcome) {
+      EXPECT(!outcome.failure);
+      ++num_done;
+    });
+  }
+  ends[2](Ok());
+  while (num_done < 6) std::this_thread::yield();
+  EXPECT_EQ(rendezvous.num_open(), 0U);
+}
+
 void BadArgumentsAreNamed() {
   NumberRendezvous rendezvous(Options(2), Sum);
   EXPECT_EQ(rendezvous.ArriveAndWait({0, 0, 0, 2}, {}, Ok()).failure.value_or("none"),
@@ -313,5 +334,6 @@ int main() {
   TheLastFailedRunsAreKept();
   AFailedRunDoesNotEndActiveGenerations();
   LanesAreFilledInOrder();
+  SurplusDevicesEndToo();
   BadArgumentsAreNamed();
 }
