@@ -87,8 +87,8 @@ SocketResult Neighbours::Send(int64_t process, const PeerNote& note, int descrip
 
 bool Neighbours::Take(int64_t process, PeerNote::Kind kind, uint64_t id, PeerNote* note, Descriptor* descriptor) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = notes_.find({process, {kind, id}});
-  if (found == notes_.end()) return false;
+  const auto found = notes_.lower_bound({process, {kind, id}});
+  if (found == notes_.end() || found->first != Key(process, {kind, id})) return false;
   *note = found->second.first;
   *descriptor = std::move(found->second.second);
   notes_.erase(found);
@@ -185,7 +185,13 @@ SocketResult Neighbours::Read(const Link& link, int64_t process) {
     SocketResult received = ReceiveNote(link.socket, &note, &descriptor);
     if (received.problem) return Of(process, std::move(received));
     const std::lock_guard<std::mutex> lock(mutex_);
-    notes_.insert_or_assign({process, {note.kind, note.id}}, StoredNote(note, std::move(descriptor)));
+    // The descriptor of memory that was never mapped would keep it allocated.
+    const auto unused = notes_.find({process, {PeerNote::kMemory, note.id}});
+    if (note.kind == PeerNote::kGone && unused != notes_.end()) {
+      notes_.erase(unused);
+    } else {
+      notes_.emplace(Key(process, {note.kind, note.id}), StoredNote(note, std::move(descriptor)));
+    }
   }
 }
 

@@ -41,7 +41,8 @@ class Neighbours {
   // Waits up to the time limit while the process does not read its messages. descriptor: -1 for none.
   SocketResult Send(int64_t process, const PeerNote& note, int descriptor, double timeout_s);
 
-  // Removes and returns the note of this kind and id from this process; false if it has not arrived.
+  // Removes and returns the first note of this kind and id from this process; false if none has arrived. A kGone drops a
+  // kMemory that was not taken, and is then not stored.
   bool Take(int64_t process, PeerNote::Kind kind, uint64_t id, PeerNote* note, Descriptor* descriptor);
 
   // True if the process has ended, was never connected, or its connection is broken.
@@ -82,7 +83,7 @@ class Neighbours {
   std::atomic<int64_t> num_sent_{0};
   std::map<int64_t, std::shared_ptr<Link>> links_;
   std::set<int64_t> ended_;
-  std::map<Key, StoredNote> notes_;
+  std::multimap<Key, StoredNote> notes_;  // several groups of processes may send the same
   std::vector<std::function<void(int64_t)>> on_end_;
 };
 

@@ -64,6 +64,41 @@ void NameTooMuch(int64_t rank, int64_t) {
   }
 }
 
+// Freed memory: the descriptor of memory that was never mapped is dropped, and every group that has mapped it unmaps it.
+void Forget(int64_t rank, int64_t) {
+  moe_lb::Neighbours& neighbours = moe_lb::Neighbours::OfProcess();
+  moe_lb::peer_cuda::SharedMemory shared[2] = {moe_lb::peer_cuda::SharedMemory(&neighbours),
+                                               moe_lb::peer_cuda::SharedMemory(&neighbours)};
+  moe_lb::peer_cuda::MappedMemory mapped[2] = {moe_lb::peer_cuda::MappedMemory(&neighbours),
+                                               moe_lb::peer_cuda::MappedMemory(&neighbours)};
+  moe_lb::PeerNote note;
+  moe_lb::Descriptor descriptor;
+  // Notes arrive in order, so the other's earlier notes have arrived.
+  const auto meet = [&](uint64_t number) {
+    moe_lb::PeerNote here;
+    here.kind = moe_lb::PeerNote::kProbe;
+    here.id = number;
+    EXPECT(!neighbours.Send(1 - rank, here, -1, 30).problem);
+    while (!neighbours.Take(1 - rank, here.kind, number, &note, &descriptor)) std::this_thread::yield();
+  };
+  EXPECT_EQ(cudaSetDevice(0), cudaSuccess);
+  for (const bool maps : {false, true}) {
+    const Allocation own = NewAllocation(4096, MemoryKind::kMapped);
+    moe_lb::SharedArray array;
+    const std::byte* here = nullptr;
+    for (auto& one : shared) EXPECT(!one.Share(own.begin, {0, 1}, 30, &array).problem);
+    for (auto& one : mapped) EXPECT(!maps || !one.Find(1 - rank, array, 4096, 0, 30, &here));
+    EXPECT_EQ(NumMapped(), maps ? 2 : 0);
+    meet(maps ? 2 : 0);
+    FreeAllocation(own);
+    for (auto& one : shared) one.ForgetFreed();
+    meet(maps ? 3 : 1);
+    EXPECT(!neighbours.Take(1 - rank, moe_lb::PeerNote::kMemory, array.memory, &note, &descriptor));
+    for (auto& one : mapped) one.DropGone();
+    EXPECT_EQ(NumMapped(), 0);
+  }
+}
+
 // Every process copies a word of every other, once, as when processes connect.
 moe_lb::Status TryPeers(int64_t rank, int64_t count, int64_t number, int device) {
   EXPECT_EQ(cudaSetDevice(device), cudaSuccess);
@@ -168,6 +203,7 @@ void CountTasks(int64_t rank, int64_t count) {
 const ProcessParts kParts = {
     {"free", FreeOpenMemory},
     {"bounds", NameTooMuch},
+    {"forget", Forget},
     {"probe", Probe},
     {"probe_mapped", ProbeWithoutMapped},
     {"probe_classic", ProbeWithoutClassic},
@@ -186,6 +222,7 @@ int main(int argc, char** argv) {
   const std::vector<std::pair<std::string, int64_t>> parts = {
       {"probe", 3},     {"probe_mapped", 3}, {"probe_classic", 3}, {"probe_stale", 3}, {"probe_visible", 2},
       {"probe_end", 2}, {"free", 2},         {"bounds", 2},        {"tasks", 2},
+      {"forget", 2},
   };
   for (const auto& [part, count] : parts) {
     if (argc == 2) std::cout << part << " " << count << std::endl;
