@@ -109,7 +109,11 @@ Status Between::LockPages() {
   for (size_t rank = 0; rank < group_->size(); ++rank) {
     void* on_device = nullptr;
     // Streams can write and await only device-accessible memory.
-    MOE_LB_CUDA(cudaHostRegister(group_->page(rank), sizeof(SharedCalls), cudaHostRegisterMapped));
+    const cudaError_t locked = cudaHostRegister(group_->page(rank), sizeof(SharedCalls), cudaHostRegisterMapped);
+    // An earlier call may have failed at a later page.
+    if (locked != cudaErrorHostMemoryAlreadyRegistered) {
+      if (Status bad = Cuda(locked, "cudaHostRegister")) return bad;
+    }
     MOE_LB_CUDA(cudaHostGetDevicePointer(&on_device, group_->page(rank), 0));
     pages_.push_back(static_cast<CUdeviceptr>(reinterpret_cast<uintptr_t>(on_device)));
   }

@@ -407,6 +407,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
 
 cudaError_t cudaHostRegister(void* memory, size_t size, unsigned) {
   if (const cudaError_t bad = Enter("cudaHostRegister"); bad != cudaSuccess) return bad;
+  if (IsPinned(memory)) return Fail(cudaErrorHostMemoryAlreadyRegistered);
   AddPinned(memory, size);
   return cudaSuccess;
 }

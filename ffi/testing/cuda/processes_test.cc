@@ -298,6 +298,20 @@ void OneFails(int64_t rank, int64_t count) {
   EXPECT_EQ(copies.num_wrong(), 0);
 }
 
+// The pages of a group cannot be locked, once.
+void FailToLock(int64_t rank, int64_t count) {
+  CopyLayer copies(ShapeOf(count), true);
+  Gpu gpu(0, 0, MemoryKind::kMapped);
+  FailCalls("cudaHostRegister", 1, cudaErrorMemoryAllocation);
+  const Ending ending = copies.Run(gpu, rank, 1);
+  FailCalls("", 0, cudaSuccess);
+  EXPECT_EQ(ending.code, XLA_FFI_Error_Code_INTERNAL);
+  EXPECT(Has(ending.message, "cudaHostRegister: cudaErrorMemoryAllocation"));
+  ExpectOk(copies.Run(gpu, rank, 2));
+  Synchronize(gpu.stream());
+  EXPECT_EQ(copies.num_wrong(), 0);
+}
+
 // The page of a process has room for 16 kinds of weights. Only processes of the program may copy.
 void CopyKinds(int64_t rank, int64_t count) {
   Gpu gpu(0, 0, MemoryKind::kMapped);
@@ -343,7 +357,7 @@ const ProcessParts kParts = {
     {"reallocate", Reallocate},  {"end", RunUntilFailure},    {"never", NeverCome},     {"one_fails", OneFails},
     {"other", AskForOther},      {"many", BeginMany},         {"kinds", CopyKinds},     {"move", Move},
     {"die_copies", DieInCopies}, {"die_relays", DieInRelays}, {"die_plan", DieInPlan},  {"die_rows", DieInRows},
-    {"groups", CopyInGroups},
+    {"groups", CopyInGroups},    {"lock", FailToLock},
 };
 
 // ---- the test ----------------------------------------------------------------------
@@ -398,6 +412,7 @@ int main(int argc, char** argv) {
       {"mapped", 2},   {"classic", 4},   {"mapped", 8},  {"reallocate", 3},  {"move", 3},       {"many", 3},
       {"never", 3},    {"one_fails", 3}, {"other", 3},   {"die_copies", 3},  {"die_relays", 3}, {"die_plan", 3},
       {"die_rows", 3}, {"end", 4},       {"visible", 3}, {"fail_kernel", 3}, {"kinds", 2},      {"groups", 4},
+      {"lock", 2},
   };
   const auto before = std::make_pair(FilesIn("/dev/shm"), FilesIn("/tmp"));
   for (const auto& [part, count] : parts) {
