@@ -1,5 +1,7 @@
 #include "ffi/transport/peer_rows.h"
 
+#include <algorithm>
+#include <tuple>
 #include <utility>
 
 namespace moe_lb {
@@ -49,6 +51,19 @@ Status FindBlocks(MatrixView<const int32_t> home, MatrixView<const int32_t> firs
   return Ok();
 }
 
+// Checks that no two slots return rows to the same place: the result would depend on the order of the copies.
+Status CheckReturns(std::vector<Block> blocks) {
+  const auto start = [](const Block& block) { return std::tie(block.home, block.at_home); };
+  std::stable_sort(blocks.begin(), blocks.end(), [&](const Block& a, const Block& b) { return start(a) < start(b); });
+  for (size_t i = 1; i < blocks.size(); ++i) {
+    const Block &before = blocks[i - 1], &after = blocks[i];
+    if (before.home != after.home || before.at_home + before.size <= after.at_home) continue;
+    return Refuse("rows of rank ", after.taker, " return to row ", after.at_home, " of rank ", after.home,
+                  "; expected at least ", before.at_home + before.size, ", where rows of rank ", before.taker, " end");
+  }
+  return Ok();
+}
+
 bool SameShape(MatrixView<const int32_t> one, MatrixView<const int32_t> other) {
   return one.rows() == other.rows() && one.columns() == other.columns();
 }
@@ -65,6 +80,9 @@ Status PlanRowTasks(MatrixView<const int32_t> home, MatrixView<const int32_t> fi
   const size_t num_at_home = rows.back ? rows.written : rows.read, num_taken = rows.back ? rows.read : rows.written;
   std::vector<Block> blocks;
   if (Status bad = FindBlocks(home, first, size, num_at_home, num_taken, &blocks)) return bad;
+  if (rows.back) {
+    if (Status bad = CheckReturns(blocks)) return bad;
+  }
   for (size_t rank = 0; rank < home.rows(); ++rank) {
     PeerTask task{rank, {}, {}};
     for (const Block& block : blocks) {

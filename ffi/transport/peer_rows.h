@@ -17,7 +17,8 @@ namespace moe_lb {
 //   first: [R, P], first row at that rank.
 //   size: [R, P], number of rows.
 //   weights: `expert_bytes` is the size of a row of each kind; `rows` holds the direction.
-// Fails on tables of different shapes, a rank out of range, a negative number, or rows beyond the arrays.
+// Fails on tables of different shapes, a rank out of range, a negative number, rows beyond the arrays, or two slots
+// returning rows to the same place.
 Status PlanRowTasks(MatrixView<const int32_t> home, MatrixView<const int32_t> first, MatrixView<const int32_t> size,
                     const PeerWeights& weights, std::vector<PeerTask>* tasks);
 

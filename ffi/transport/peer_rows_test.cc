@@ -79,6 +79,10 @@ void BadTablesAreRefused() {
   EXPECT_EQ(refusal(kHome, kFirst, kSize, {30, 6, false}), beyond + "30 and 6");
   EXPECT_EQ(refusal(kHome, kFirst, kSize, {6, 30, true}), beyond + "30 and 6");
   EXPECT_EQ(refusal(kHome, kFirst, kSize, {21, 7, false}), beyond + "21 and 7");
+  // Rows 10 to 14 of rank 0 are of rank 1. They may be sent twice, and not returned.
+  EXPECT_EQ(refusal(kHome, {0, 0, 10, 20, 14, 0}, kSize, {7, 30, true}),
+            std::string("rows of rank 2 return to row 14 of rank 0; expected at least 15, where rows of rank 1 end"));
+  EXPECT_EQ(refusal(kHome, {0, 0, 10, 20, 14, 0}, kSize), std::string());
   EXPECT_EQ(refusal(kHome, {1, 2, 3, 4}, kSize), std::string("first row and rows have other shapes than home, [3, 2]"));
 }
 
