@@ -81,7 +81,7 @@ Status ForEachBlock(const std::vector<Span>& spans, int64_t num_columns, const P
     const int64_t first = task % chunks * width;
     return multiply(spans[static_cast<size_t>(task / chunks)], first, std::min(first + width, num_columns));
   });
-  return done ? Ok() : Refuse("no memory for packed operands");
+  return done ? Ok() : Problem("no memory for packed operands", true);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <functional>
 #include <sstream>
+#include <string>
 #include <utility>
 
 #include "ffi/common/handler.h"
@@ -109,7 +110,7 @@ Status Outer(xf::ThreadPool& threads, const xf::AnyBuffer& rows, const xf::AnyBu
 
 // Name the device, because all devices make this call and only one of them may have a bad operand.
 xf::Error OnDevice(int32_t device, const Status& status) {
-  return status ? ToError(Refuse("device ", device, ": ", *status)) : xf::Error::Success();
+  return status ? ToError(At("device " + std::to_string(device), *status)) : xf::Error::Success();
 }
 
 xf::Error HandleMatmul(xf::ThreadPool threads, int32_t device, xf::AnyBuffer rows, xf::AnyBuffer weights, Sizes sizes,

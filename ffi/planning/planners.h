@@ -7,6 +7,7 @@
 #include <exception>
 #include <functional>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -53,7 +54,7 @@ inline Status Attempt(const PlannerCall& call, const Operands& operands, const R
   try {
     return call.plan(operands, results);
   } catch (const std::exception& error) {
-    return Refuse(call.name, " failed: ", error.what());
+    return Problem(std::string(call.name) + " failed: " + error.what(), true);
   }
 }
 

@@ -133,6 +133,15 @@ void OperandsOfAnExchange() {
   ExpectRefusal(message(Result(XLA_FFI_DataType_TOKEN, {3})), "operand has a type without bytes");
 }
 
+// An exception is no fault of an argument.
+void ExceptionsOfPlanners() {
+  const moe_lb::Status bad = Attempt(
+      {"planner", {}, {}, [](const auto&, const auto&) -> moe_lb::Status { throw std::runtime_error("no memory"); }},
+      {}, {});
+  EXPECT(bad == moe_lb::Status("planner failed: no memory"));
+  EXPECT(bad->is_internal);
+}
+
 }  // namespace
 
 int main() {
@@ -140,4 +149,5 @@ int main() {
   AttributesOfAPost();
   OperandsOfCopies();
   OperandsOfAnExchange();
+  ExceptionsOfPlanners();
 }

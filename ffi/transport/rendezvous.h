@@ -266,7 +266,7 @@ void Rendezvous<CallArguments>::Shared::Meet(const std::shared_ptr<Lane>& lane, 
         });
   } catch (const std::exception& error) {
     // `finish` may be called after the exception. The first call of End decides, and the second has no effect.
-    End(lane, {Refuse(options.site, ": ", error.what()), false});
+    End(lane, {At(options.site, Problem(error.what(), true)), false});
   }
   // From here on `finish` is called on another thread, which may reuse the id of this one.
   const std::lock_guard<std::mutex> lock(mutex);

@@ -152,10 +152,13 @@ void WhatFailsInActFailsAll() {
     NumberRendezvous rendezvous(Options(1), std::move(act));
     return rendezvous.ArriveAndWait({0, 0, 0, 0}, {}, Ok()).failure.value_or("none");
   };
-  EXPECT_EQ(outcome_of([](View<Number>, const NumberRendezvous::Finish& finish) { finish(Refuse("too few rows")); }),
-            "rendezvous: too few rows");
-  EXPECT_EQ(outcome_of([](View<Number>, const NumberRendezvous::Finish&) { throw std::runtime_error("no memory"); }),
-            "rendezvous: no memory");
+  const auto refused =
+      outcome_of([](View<Number>, const NumberRendezvous::Finish& finish) { finish(Refuse("too few rows")); });
+  const auto thrown =
+      outcome_of([](View<Number>, const NumberRendezvous::Finish&) { throw std::runtime_error("no memory"); });
+  EXPECT_EQ(refused, "rendezvous: too few rows");
+  EXPECT_EQ(thrown, "rendezvous: no memory");
+  EXPECT(thrown.is_internal && !refused.is_internal);
 }
 
 void WhoIsMissingIsNamed() {
