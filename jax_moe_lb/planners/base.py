@@ -173,6 +173,12 @@ def check_tokens(name: str, tokens: int) -> None:
         raise ValueError(f"{name} is {tokens}; expected 1 to {2**31 - 1}")
 
 
+def within_int32(threshold: int) -> int:
+    """Return the threshold, or the int32 maximum, which has the same effect on counts of int32."""
+    # Custom calls take 64-bit thresholds, and jnp refuses a larger constant.
+    return min(threshold, 2**31 - 1)
+
+
 def of_domains(placement: Placement, quota: Quota, members: int) -> PlanByDomain:
     """Split a plan into the domains."""
     num_experts, num_ranks = quota.shape

@@ -15,6 +15,7 @@ from jax_moe_lb.planners.base import (
     lowest,
     of_domains,
     to_first_empty,
+    within_int32,
 )
 
 
@@ -76,7 +77,7 @@ def feplb_reference(
 ) -> tuple[Placement, Quota]:
     """Compute `feplb` in jnp as a loop over moves, all domains side by side."""
     placement, quota = alike(placement, quota)
-    start = _start(placement, quota, domain, num_dynamic, max_num_dyn, tau)
+    start = _start(placement, quota, domain, within_int32(num_dynamic), max_num_dyn, tau)
     end = jax.lax.while_loop(lambda m: m.moved.any(), lambda m: _move(m, skip), start)
     return end.placement.reshape(placement.shape), end.quota.swapaxes(0, 1).reshape(quota.shape)
 

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Int
 from jax_moe_lb.core.native_planner import NativePlanner, alike
 from jax_moe_lb.core.topology import check_domain, home_experts_per_rank
 from jax_moe_lb.core.types import Placement, Quota, iota, pytree
-from jax_moe_lb.planners.base import edit, first_argmax
+from jax_moe_lb.planners.base import edit, first_argmax, within_int32
 
 
 def greedy(placement: Placement, quota: Quota, domain: int, min_tokens: int) -> tuple[Placement, Quota]:
@@ -34,6 +34,7 @@ def greedy_planner(domain: int, min_tokens: int) -> NativePlanner:
 def greedy_reference(placement: Placement, quota: Quota, domain: int, min_tokens: int) -> tuple[Placement, Quota]:
     """Compute `greedy` in jnp as a loop over moves, all domains side by side."""
     placement, quota = alike(placement, quota)
+    min_tokens = within_int32(min_tokens)
     num_home = quota.shape[0] // quota.shape[1]
     end = jax.lax.while_loop(
         lambda s: (s.surplus > 0).any(), lambda s: _move(s, min_tokens, num_home), _start(placement, quota, domain)

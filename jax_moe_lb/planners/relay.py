@@ -9,7 +9,7 @@ from jaxtyping import Array, Int
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.native_planner import alike
 from jax_moe_lb.core.types import Placement, iota, pytree
-from jax_moe_lb.planners.base import fits_kernel, run_planner
+from jax_moe_lb.planners.base import fits_kernel, run_planner, within_int32
 
 
 def relay(placement: Placement, num_home: int, min_replicas: int, max_relays: int, min_gain: int) -> Placement:
@@ -60,7 +60,8 @@ def relay_reference(
 
     def step(expert: Array, s: _Sent) -> _Sent:
         here = replica & (placement == expert)
-        source, s = _tree(s, here.any(1), expert // num_home, (min_replicas, max_relays, min_gain))
+        options = within_int32(min_replicas), max_relays, within_int32(min_gain)
+        source, s = _tree(s, here.any(1), expert // num_home, options)
         return _Sent(jnp.where(here, source[:, None], s.relay), s.copies, s.relays)
 
     end = jax.lax.fori_loop(0, num_ranks * num_home, step, start)

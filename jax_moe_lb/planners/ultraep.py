@@ -11,7 +11,14 @@ from jaxtyping import Array, Bool, Int
 
 from jax_moe_lb.core.native_planner import alike
 from jax_moe_lb.core.types import Placement, Quota, iota, pytree
-from jax_moe_lb.planners.base import check_plan_shapes, first_argmax, fits_kernel, of_domains, run_planner
+from jax_moe_lb.planners.base import (
+    check_plan_shapes,
+    first_argmax,
+    fits_kernel,
+    of_domains,
+    run_planner,
+    within_int32,
+)
 
 
 @pytree
@@ -172,6 +179,7 @@ def ultraep_reference(
 ) -> tuple[Placement, Quota]:
     """Compute `ultraep` in jnp as loops over attempts and replicas, all domains side by side."""
     placement, quota = alike(placement, quota)
+    min_tokens = within_int32(min_tokens)
     domains = queues_of(placement, quota, domain)
     high = domains.load.max(1)
     low = ceil_divide(domains.load.sum(1, dtype=jnp.int32), domain)

@@ -11,6 +11,7 @@ from jax_moe_lb.planners.eplb import eplb_plus
 from jax_moe_lb.planners.fastermoe import fastermoe
 from jax_moe_lb.planners.feplb import feplb, feplb_reference
 from jax_moe_lb.planners.greedy import greedy, greedy_reference
+from jax_moe_lb.planners.relay import relay
 from jax_moe_lb.planners.ultraep import ultraep, ultraep_reference
 from tests.planners.planner_cases import STOPPED, assert_same
 
@@ -105,6 +106,29 @@ def test_bad_entries_stop_the_program(name, operands, message):
         jax.block_until_ready(jax.jit(partial(op, **options))(*operands))
     with pytest.raises(ValueError, match=message):
         getattr(_planning, name)(*operands, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("greedy", "min_tokens"),
+        ("ultraep", "min_tokens"),
+        ("feplb", "num_dynamic"),
+        ("relay", "min_replicas"),
+        ("relay", "min_gain"),
+    ],
+)
+def test_thresholds_beyond_int32_give_the_plan_of_the_host(name, option):
+    homes = np.array([[0, 1, -1], [2, 3, -1], [4, 5, -1]], np.int32)
+    if name == "relay":
+        op, options = relay, {"num_home": 2, "min_replicas": 2, "max_relays": 1, "min_gain": 1}
+        operands = [np.where(homes < 0, [[2], [0], [0]], homes).astype(np.int32)]
+    else:
+        op, options = OPS[name]
+        operands = [homes, np.diag([9, 1, 1]).repeat(2, 0).astype(np.int32)]
+        options = options | {"domain": 3}
+    options = options | {option: 2**40}
+    assert_same(jax.jit(partial(op, **options))(*operands), op(*operands, **options))
 
 
 @pytest.mark.slow
