@@ -49,6 +49,33 @@ Status CheckShape(const char* name, MatrixView<T> matrix, size_t rows, size_t co
   return Refuse(name, " has shape [", matrix.rows(), ", ", matrix.columns(), "]; expected [", rows, ", ", columns, "]");
 }
 
+inline Status CheckDomain(int64_t domain, size_t num_ranks) {
+  if (domain >= 1 && static_cast<int64_t>(num_ranks) % domain == 0) return Ok();
+  return Refuse("domain is ", domain, "; expected a divisor of the ", num_ranks, " ranks");
+}
+
+// Numbers of tokens, and their sum. names: of the matrix, its rows and its columns. sums: the matrix, with a verb.
+inline Status CheckAmounts(MatrixView<const int32_t> amounts, const char* const (&names)[3], const char* sums) {
+  int64_t sum = 0;
+  for (size_t row = 0; row < amounts.rows(); ++row) {
+    for (size_t column = 0; column < amounts.columns(); ++column) {
+      const int64_t tokens = amounts[row][column];
+      if (tokens < 0) {
+        return Refuse(names[0], " of ", names[1], " ", row, ", ", names[2], " ", column, " is ", tokens,
+                      "; expected at least 0");
+      }
+      sum += tokens;
+    }
+  }
+  if (sum > kMaxTokens) return Refuse(sums, " to ", sum, " tokens; expected at most ", kMaxTokens);
+  return Ok();
+}
+
+// counts [R, E].
+inline Status CheckCounts(MatrixView<const int32_t> counts) {
+  return CheckAmounts(counts, {"counts", "rank", "expert"}, "counts sum");
+}
+
 // Checks the arguments of planners editing a plan: placement [R, S], quota [E, R], results of the same shapes. Home
 // of expert e is rank e / (E / R); domains are blocks of `domain` ranks.
 inline Status CheckPlan(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, int64_t domain,
@@ -60,23 +87,10 @@ inline Status CheckPlan(MatrixView<const int32_t> placement, MatrixView<const in
   if (num_experts % num_ranks != 0 || num_experts == 0) {
     return Refuse("quota has ", num_experts, " experts; expected a positive multiple of the ", num_ranks, " ranks");
   }
-  if (domain < 1 || static_cast<int64_t>(num_ranks) % domain != 0) {
-    return Refuse("domain is ", domain, "; expected a divisor of the ", num_ranks, " ranks");
-  }
+  if (Status bad = CheckDomain(domain, num_ranks)) return bad;
   if (Status bad = CheckShape("new_placement", new_placement, num_ranks, placement.columns())) return bad;
   if (Status bad = CheckShape("new_quota", new_quota, num_experts, num_ranks)) return bad;
-  int64_t sum = 0;
-  for (size_t expert = 0; expert < num_experts; ++expert) {
-    for (size_t rank = 0; rank < num_ranks; ++rank) {
-      const int64_t tokens = quota[expert][rank];
-      if (tokens < 0) {
-        return Refuse("quota of expert ", expert, ", rank ", rank, " is ", tokens, "; expected at least 0");
-      }
-      sum += tokens;
-    }
-  }
-  if (sum > kMaxTokens) return Refuse("quota sums to ", sum, " tokens; expected at most ", kMaxTokens);
-  return Ok();
+  return CheckAmounts(quota, {"quota", "expert", "rank"}, "quota sums");
 }
 
 // The first `home` slots of every rank hold its home experts, in order.

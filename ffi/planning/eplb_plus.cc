@@ -18,9 +18,7 @@ Status Check(View<const int32_t> tokens, MatrixView<const int32_t> placement, in
   if (num_experts % num_ranks != 0 || num_experts == 0) {
     return Refuse("tokens has ", num_experts, " experts; expected a positive multiple of the ", num_ranks, " ranks");
   }
-  if (domain < 1 || static_cast<int64_t>(num_ranks) % domain != 0) {
-    return Refuse("domain is ", domain, "; expected a divisor of the ", num_ranks, " ranks");
-  }
+  if (Status bad = CheckDomain(domain, num_ranks)) return bad;
   if (Status bad = CheckShape("new_placement", new_placement, num_ranks, placement.columns())) return bad;
   if (Status bad = CheckShape("quota", quota, num_experts, num_ranks)) return bad;
   return CheckTokens(tokens);

@@ -10,32 +10,6 @@
 namespace moe_lb {
 namespace {
 
-Status NameNegative(MatrixView<const int32_t> counts) {
-  for (size_t rank = 0; rank < counts.rows(); ++rank) {
-    for (size_t expert = 0; expert < counts.columns(); ++expert) {
-      const int64_t tokens = counts[rank][expert];
-      if (tokens < 0) {
-        return Refuse("counts of rank ", rank, ", expert ", expert, " is ", tokens, "; expected at least 0");
-      }
-    }
-  }
-  return Ok();
-}
-
-Status CheckCounts(MatrixView<const int32_t> counts) {
-  int64_t sum = 0;
-  // One pass without branches, which the compiler vectorizes. The 64-bit sum cannot overflow, and `signs` is negative
-  // if any count is.
-  int32_t signs = 0;
-  for (const int32_t tokens : counts.flat()) {
-    sum += tokens;
-    signs |= tokens;
-  }
-  if (signs < 0) return NameNegative(counts);
-  if (sum > kMaxTokens) return Refuse("counts sum to ", sum, " tokens; expected at most ", kMaxTokens);
-  return Ok();
-}
-
 // Sums the counts of every expert, in the only pass over valid counts. Sums of 32 bits keep twice as many in a vector.
 // A build with AVX2 is not measurably faster, so there is no dispatch.
 Status SumCounts(MatrixView<const int32_t> counts, std::vector<int32_t>* tokens) {
@@ -67,9 +41,7 @@ Status Check(MatrixView<const int32_t> counts, int64_t domain, MatrixView<int32_
   if (num_ranks < 1 || num_experts < 1 || num_experts % num_ranks != 0) {
     return Refuse("counts has ", num_experts, " experts; expected a positive multiple of the ", num_ranks, " ranks");
   }
-  if (domain < 1 || static_cast<int64_t>(num_ranks) % domain != 0) {
-    return Refuse("domain is ", domain, "; expected a divisor of the ", num_ranks, " ranks");
-  }
+  if (Status bad = CheckDomain(domain, num_ranks)) return bad;
   if (placement.rows() != num_ranks || placement.columns() < num_experts / num_ranks) {
     return Refuse("placement has shape [", placement.rows(), ", ", placement.columns(), "]; expected [", num_ranks,
                   ", S] with S at least the ", num_experts / num_ranks, " home experts of a rank");

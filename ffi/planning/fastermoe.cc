@@ -17,18 +17,7 @@ Status Check(MatrixView<const int32_t> placement, MatrixView<const int32_t> quot
   if (options.min_saved < 1 || options.min_saved > kMaxTokens) {
     return Refuse("min_saved is ", options.min_saved, "; expected 1 to ", kMaxTokens);
   }
-  int64_t sum = 0;
-  for (size_t rank = 0; rank < counts.rows(); ++rank) {
-    for (size_t expert = 0; expert < counts.columns(); ++expert) {
-      const int64_t tokens = counts[rank][expert];
-      if (tokens < 0) {
-        return Refuse("counts of rank ", rank, ", expert ", expert, " is ", tokens, "; expected at least 0");
-      }
-      sum += tokens;
-    }
-  }
-  if (sum > kMaxTokens) return Refuse("counts sum to ", sum, " tokens; expected at most ", kMaxTokens);
-  return Ok();
+  return CheckCounts(counts);
 }
 
 class Shadows {
