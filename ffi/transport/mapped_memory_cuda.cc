@@ -2,9 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include <chrono>
 #include <cstring>
-#include <thread>
 
 #include "ffi/transport/gpu_cuda.h"
 
@@ -182,16 +180,9 @@ Status MappedMemory::Find(int64_t process, const SharedArray& array, size_t byte
   if (found == mapped_.end()) {
     PeerNote note;
     Descriptor descriptor;
-    const auto begin = std::chrono::steady_clock::now();
-    for (;;) {
-      // Test for the end first: a process may end after it has sent the note.
-      const SocketResult gone = neighbours_->WhyGone(process);
-      if (neighbours_->Take(process, PeerNote::kMemory, array.memory, &note, &descriptor)) break;
-      if (gone.problem) return gone.problem;
-      if (std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() > timeout_s) {
-        return Problem("process " + std::to_string(process) + " has named memory that it has not sent", true);
-      }
-      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    if (Status bad = neighbours_->Await(process, PeerNote::kMemory, array.memory, timeout_s,
+                                        "memory that it has not sent", &note, &descriptor)) {
+      return bad;
     }
     // The notes of freed memory precede the note of memory at the same place.
     DropGoneLocked();

@@ -95,6 +95,21 @@ bool Neighbours::Take(int64_t process, PeerNote::Kind kind, uint64_t id, PeerNot
   return true;
 }
 
+Status Neighbours::Await(int64_t process, PeerNote::Kind kind, uint64_t id, double timeout_s, const char* missing,
+                         PeerNote* note, Descriptor* descriptor) {
+  const auto begin = std::chrono::steady_clock::now();
+  for (;;) {
+    // Test for the end first: a process may end after it has sent the note.
+    const SocketResult gone = WhyGone(process);
+    if (Take(process, kind, id, note, descriptor)) return Ok();
+    if (gone.problem) return gone.problem;
+    if (std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() > timeout_s) {
+      return Problem(NameOf(process) + " has named " + missing, true);
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
+
 SocketResult Neighbours::WhyGone(int64_t process) const {
   if (process == own_) return {};
   const std::lock_guard<std::mutex> lock(mutex_);

@@ -45,6 +45,10 @@ class Neighbours {
   // kMemory that was not taken, and is then not stored.
   bool Take(int64_t process, PeerNote::Kind kind, uint64_t id, PeerNote* note, Descriptor* descriptor);
 
+  // Takes a note and waits for it up to the time limit, or to the end of the process. missing: names it in the failure.
+  Status Await(int64_t process, PeerNote::Kind kind, uint64_t id, double timeout_s, const char* missing, PeerNote* note,
+               Descriptor* descriptor);
+
   // True if the process has ended, was never connected, or its connection is broken.
   bool IsGone(int64_t process) const { return WhyGone(process).outcome != SocketOutcome::kDone; }
   // The reason, naming the process: kEnded or kBroken; kDone if it is connected.

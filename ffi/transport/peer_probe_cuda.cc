@@ -2,10 +2,8 @@
 
 #include <cuda_runtime_api.h>
 
-#include <chrono>
 #include <cstring>
 #include <string>
-#include <thread>
 
 #include "ffi/transport/gpu_cuda.h"
 #include "ffi/transport/mapped_memory_cuda.h"
@@ -27,25 +25,6 @@ class OnDevice {
   int before_ = 0;
   Status bad_;
 };
-
-// Waits for the address of the array of a process.
-Status TakeProbe(Neighbours& neighbours, int64_t process, double timeout_s, SharedArray* array) {
-  PeerNote note;
-  Descriptor none;
-  const auto begin = std::chrono::steady_clock::now();
-  for (;;) {
-    // Test for the end first: a process may end after it has sent the note.
-    const SocketResult gone = neighbours.WhyGone(process);
-    if (neighbours.Take(process, PeerNote::kProbe, 0, &note, &none)) break;
-    if (gone.problem) return gone.problem;
-    if (std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() > timeout_s) {
-      return Problem("process " + std::to_string(process) + " has named no array to try", true);
-    }
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
-  }
-  std::memcpy(array, note.handle, sizeof *array);
-  return Ok();
-}
 
 Status TryOne(MappedMemory* mapped, int64_t process, const SharedArray& array, int device, double timeout_s) {
   const std::byte* here = nullptr;
@@ -82,7 +61,9 @@ Status TryPeers(const std::vector<int64_t>& processes, const void* array, int de
   for (const int64_t process : processes) {
     if (process == neighbours.own()) continue;
     SharedArray other;
-    Status bad = TakeProbe(neighbours, process, timeout_s, &other);
+    Descriptor none;
+    Status bad = neighbours.Await(process, PeerNote::kProbe, 0, timeout_s, "no array to try", &note, &none);
+    std::memcpy(&other, note.handle, sizeof other);
     if (!bad) bad = TryOne(&mapped, process, other, device, timeout_s);
     if (bad)
       return At("device " + std::to_string(device) + " cannot copy from process " + std::to_string(process), *bad);
