@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <string>
 
 #include "ffi/common/status.h"
@@ -25,6 +26,12 @@ template <xla::ffi::DataType dtype>
 auto ViewOf(xla::ffi::ResultBuffer<dtype>& buffer) {
   using T = xla::ffi::NativeType<dtype>;
   return View<T>(buffer->typed_data(), buffer->element_count());
+}
+
+// Copies an operand to a result of its size in host memory if XLA has not aliased them.
+inline void PassOn(const xla::ffi::AnyBuffer& in, const xla::ffi::AnyBuffer& out) {
+  if (in.untyped_data() == out.untyped_data() || in.size_bytes() == 0) return;
+  std::memcpy(out.untyped_data(), in.untyped_data(), in.size_bytes());
 }
 
 }  // namespace moe_lb

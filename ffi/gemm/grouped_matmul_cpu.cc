@@ -1,6 +1,5 @@
 // Grouped products on the compute threads of XLA:CPU.
 #include <cstdint>
-#include <cstring>
 #include <functional>
 #include <sstream>
 #include <string>
@@ -99,9 +98,7 @@ Status Outer(xf::ThreadPool& threads, const xf::AnyBuffer& rows, const xf::AnyBu
   if (Status bad = CheckShape("sums", before, sums, {num_groups, width, columns})) return bad;
   if (Status bad = CheckShape("the result", out, sums, {num_groups, width, columns})) return bad;
   // The sums are aliased to the result; copy them if XLA could not alias them.
-  if (out.size_bytes() > 0 && out.untyped_data() != before.untyped_data()) {
-    std::memcpy(out.untyped_data(), before.untyped_data(), out.size_bytes());
-  }
+  PassOn(before, out);
   if (dtype == xf::F32) return RunOuter<float>(threads, rows, others, sizes, out);
   if (dtype == xf::F64) return RunOuter<double>(threads, rows, others, sizes, out);
   if (dtype == xf::BF16) return RunOuter<Bf16>(threads, rows, others, sizes, out);

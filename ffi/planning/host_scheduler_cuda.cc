@@ -44,13 +44,6 @@ void CUDART_CB RunJob(void* argument) noexcept {
   if (bad) std::fprintf(stderr, "%s: %s\n", job.call.name, bad->c_str());
 }
 
-template <typename T>
-size_t NumWords(const std::vector<MatrixView<T>>& arrays) {
-  size_t words = 0;
-  for (const auto& array : arrays) words += array.rows() * array.columns();
-  return words;
-}
-
 size_t NumWords(const PlannerCall& call) { return NumWords(call.operands) + NumWords(call.results) + 1; }
 
 // Views of the arrays, one after another in `memory`, which advances past them.

@@ -40,6 +40,13 @@ using StatusResult = VectorResult;
 using Operands = std::vector<MatrixView<const int32_t>>;  // a vector is a matrix of one row
 using Results = std::vector<MatrixView<int32_t>>;
 
+template <typename T>
+size_t NumWords(const std::vector<MatrixView<T>>& arrays) {
+  size_t words = 0;
+  for (const auto& array : arrays) words += array.flat().size();
+  return words;
+}
+
 // One call of a planner. The arrays are in platform memory; `plan` takes host copies of them and captures everything
 // else by value, because it may run later.
 struct PlannerCall {

@@ -1,7 +1,6 @@
 // Exact-size exchange of rows between the devices of this process.
 #include <atomic>
 #include <chrono>
-#include <cstring>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -140,16 +139,13 @@ xf::Future Execute(ExchangeState* state, xf::RunId run_id, int32_t device, xf::A
     const RowShape in = RowShapeOf(operand), out = RowShapeOf(*result);
     // The output is aliased to the result. If XLA could not alias it, copy the output, for the rows that receive no
     // slice. Copy before the arrival: the other ranks write into these rows after it.
-    auto* const rows = static_cast<std::byte*>(result->untyped_data());
-    if (output.untyped_data() != rows && result->size_bytes() > 0) {
-      std::memcpy(rows, output.untyped_data(), result->size_bytes());
-    }
+    PassOn(output, *result);
     // Views of XLA's buffers. They live until this rank's future completes. All futures complete together after the
     // last copy, so no rank reads freed buffers of another.
-    participant = {
-        {static_cast<const std::byte*>(operand.untyped_data()), in.num_rows, rows, out.num_rows, in.row_bytes,
-         ViewOf(input_offsets), ViewOf(send_sizes), ViewOf(output_offsets), ViewOf(recv_sizes)},
-        device};
+    participant = {{static_cast<const std::byte*>(operand.untyped_data()), in.num_rows,
+                    static_cast<std::byte*>(result->untyped_data()), out.num_rows, in.row_bytes, ViewOf(input_offsets),
+                    ViewOf(send_sizes), ViewOf(output_offsets), ViewOf(recv_sizes)},
+                   device};
   }
   state->rendezvous.Arrive({run_id.run_id, device, group, rank}, participant, std::move(refusal), done);
   return future;

@@ -3,7 +3,6 @@
 // A failing program frees its buffers. So `copy_start` is asynchronous: XLA holds its operands and results until its
 // future completes, after all copies of the group; only calls using the result wait. `copy_join` then only checks
 // the ticket.
-#include <cstring>
 #include <memory>
 #include <string_view>
 #include <utility>
@@ -137,9 +136,7 @@ Status ReadRowCopy(const xf::AnyBuffer& home, const xf::AnyBuffer& first, const 
   }
   // Before the arrival, because other ranks may write after it.
   for (size_t i = 0; i < passed.count; ++i) {
-    const xf::AnyBuffer in = *args.get<xf::AnyBuffer>(num_kinds + i), out = **rets.get<xf::AnyBuffer>(passed.first + i);
-    if (in.untyped_data() == out.untyped_data() || in.size_bytes() == 0) continue;
-    std::memcpy(out.untyped_data(), in.untyped_data(), in.size_bytes());
+    PassOn(*args.get<xf::AnyBuffer>(num_kinds + i), **rets.get<xf::AnyBuffer>(passed.first + i));
   }
   return Ok();
 }
@@ -166,8 +163,7 @@ xf::Error JoinHandler(xf::RunId run, PeerIntegers ticket, xf::RemainingArgs oper
     const xf::AnyBuffer out = **slots.get<xf::AnyBuffer>(kind);
     if (Status bad = CheckSame("bytes", in.size_bytes(), out.size_bytes())) return ToError(bad);
     // XLA copies an operand if it cannot alias it to the result, and the slots are then not the filled ones.
-    if (in.untyped_data() == out.untyped_data() || in.size_bytes() == 0) continue;
-    std::memcpy(out.untyped_data(), in.untyped_data(), in.size_bytes());
+    PassOn(in, out);
   }
   return xf::Error::Success();
 }

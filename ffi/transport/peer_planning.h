@@ -185,11 +185,4 @@ Status ReadShare(const PeerTables& tables, const Arrays& arrays, PeerShareBuilde
   return Ok();
 }
 
-template <typename Arrays>
-size_t NumWordsOf(const Arrays& arrays) {
-  size_t words = 0;
-  for (const auto& array : arrays) words += array.rows() * array.columns();
-  return words;
-}
-
 }  // namespace moe_lb

@@ -1,7 +1,6 @@
 // Plans and copies of CPU devices. The counts are in host memory: `copy_post` records the arrival, and the second call
 // plans at once. Copies and buffer lifetime are those of `copy_start`: XLA holds all buffers until the call's future
 // completes.
-#include <cstring>
 #include <memory>
 #include <string_view>
 #include <utility>
@@ -41,12 +40,8 @@ PeerTickets<Post>& OpenPosts() {
   return *posts;
 }
 
-void PassOn(const std::vector<xf::AnyBuffer>& before, const std::vector<xf::AnyBuffer>& after) {
-  for (size_t i = 0; i < before.size(); ++i) {
-    const void* from = before[i].untyped_data();
-    void* to = after[i].untyped_data();
-    if (from != to && before[i].size_bytes() > 0) std::memcpy(to, from, before[i].size_bytes());
-  }
+void PassAllOn(const std::vector<xf::AnyBuffer>& before, const std::vector<xf::AnyBuffer>& after) {
+  for (size_t i = 0; i < before.size(); ++i) PassOn(before[i], after[i]);
 }
 
 xf::Error PostHandler(xf::RunId run, int32_t device, PostSite* site, PeerIntegers place, xf::RemainingArgs args,
@@ -58,7 +53,7 @@ xf::Error PostHandler(xf::RunId run, int32_t device, PostSite* site, PeerInteger
   if (Status bad = CheckSame("operands of the planner", arrays.operands.size(), 2)) return ToError(bad);
   const Arrival who = ArrivalOf(run, device, place.typed_data());
   // No devices meet here, so errors are local: shapes belong to the program and fail on all devices alike.
-  PassOn(arrays.before, arrays.after);
+  PassAllOn(arrays.before, arrays.after);
   WriteTicket(OpenPosts().Open(run.run_id, {site->site, who, site->plan_size}), ticket->typed_data());
   return xf::Error::Success();
 }
@@ -66,7 +61,7 @@ xf::Error PostHandler(xf::RunId run, int32_t device, PostSite* site, PeerInteger
 // Plans and sets `arguments` to the copies of the plan.
 Status Plan(const PlannerCall& call, const Post& post, const PlannedArrays& arrays, CallArguments* arguments) {
   const PeerAttributes& attributes = post.site->attributes;
-  if (Status bad = CheckSame("numbers of the plan", NumWordsOf(call.results), static_cast<size_t>(post.plan_size))) {
+  if (Status bad = CheckSame("numbers of the plan", NumWords(call.results), static_cast<size_t>(post.plan_size))) {
     return bad;
   }
   // Every participant computes the same plan from the same operands. CheckEqualTables detects differences.
@@ -96,7 +91,7 @@ xf::Future PlanAndStart(const PlannerCall& call, VectorResult& ticket, PeerInteg
   Status refusal = SortPlannedArrays(args, rets, &arrays);
   if (!refusal) refusal = Plan(call, post, arrays, &arguments);
   // Write results and ticket before the arrival: the future may then complete, and other threads may read them.
-  if (!refusal) PassOn(arrays.before, arrays.after);
+  if (!refusal) PassAllOn(arrays.before, arrays.after);
   WriteTicket(OpenTickets().Open(run.run_id, {}), ticket->typed_data());
   return Arrive(post.site.get(), post.who, std::move(arguments), std::move(refusal));
 }
