@@ -20,6 +20,12 @@ void ExpectEqual(const A& a, const B& b, const char* what, const char* file, int
 
 inline void Expect(bool ok, const char* what, const char* file, int line) { ExpectEqual(ok, true, what, file, line); }
 
+namespace testing {
+
+inline bool Has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+}  // namespace testing
+
 // A name and a function.
 using TestParts = std::vector<std::pair<std::string, std::function<void()>>>;
 

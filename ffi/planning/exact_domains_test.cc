@@ -32,26 +32,8 @@ Plan Make(const Numbers& counts, size_t num_ranks, size_t slots, int64_t domain,
 
 // Ranks 0 and 1 share expert 0, ranks 2 and 3 expert 3, wherever the tokens start.
 void DomainsArePlannedEachForItself() {
-  const Plan plan = Make(
-      {
-          3,
-          0,
-          0,
-          1,  // rank 0
-          1,
-          0,
-          0,
-          9,  // rank 1
-          4,
-          0,
-          0,
-          0,  // rank 2
-          0,
-          0,
-          0,
-          2,  // rank 3
-      },
-      4, 2, 2);
+  const Numbers counts = {3, 0, 0, 1, 1, 0, 0, 9, 4, 0, 0, 0, 0, 0, 0, 2};  // four of each rank
+  const Plan plan = Make(counts, 4, 2, 2);
   EXPECT_EQ(plan.error, "");
   EXPECT(plan.placement == (Numbers{0, -1, 1, 0, 2, 3, 3, -1}));
   EXPECT(plan.quota == (Numbers{4, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 6, 6}));

@@ -20,17 +20,20 @@
 namespace moe_lb {
 namespace {
 
+// quota: [E, R].
+int64_t MaxLoadOf(const std::vector<int32_t>& quota, size_t num_ranks) {
+  std::vector<int64_t> load(num_ranks, 0);
+  for (size_t i = 0; i < quota.size(); ++i) load[i % num_ranks] += quota[i];
+  return *std::max_element(load.begin(), load.end());
+}
+
 struct Plan {
   size_t num_ranks;
   std::vector<int32_t> placement;  // [R, S]
   std::vector<int32_t> quota;      // [E, R]
 
   size_t slots() const { return placement.size() / num_ranks; }
-  int64_t MaxLoad() const {
-    std::vector<int64_t> load(num_ranks, 0);
-    for (size_t i = 0; i < quota.size(); ++i) load[i % num_ranks] += quota[i];
-    return *std::max_element(load.begin(), load.end());
-  }
+  int64_t MaxLoad() const { return MaxLoadOf(quota, num_ranks); }
   size_t Replicas() const {
     const auto filled = placement.size() - static_cast<size_t>(std::count(placement.begin(), placement.end(), -1));
     return filled - quota.size() / num_ranks;
@@ -281,16 +284,7 @@ struct Home {
     });
   }
 
-  std::vector<int64_t> Loads() const {
-    std::vector<int64_t> load(num_ranks, 0);
-    for (size_t i = 0; i < quota.size(); ++i) load[i % num_ranks] += quota[i];
-    return load;
-  }
-
-  int64_t MaxLoad() const {
-    const std::vector<int64_t> load = Loads();
-    return *std::max_element(load.begin(), load.end());
-  }
+  int64_t MaxLoad() const { return MaxLoadOf(quota, num_ranks); }
 };
 
 void ExpectSame(const Serving& pass, const Home& plan) {

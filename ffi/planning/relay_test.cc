@@ -6,9 +6,7 @@
 
 namespace {
 
-using moe_lb::Relay;
-using moe_lb::RelayOptions;
-using moe_lb::Status;
+using namespace moe_lb;  // NOLINT: a test
 using std::vector;
 
 // One home expert on every rank, and `slots` more slots with the experts replicas[rank].

@@ -6,9 +6,7 @@
 
 namespace {
 
-using moe_lb::MatrixView;
-using moe_lb::Spray;
-using moe_lb::Status;
+using namespace moe_lb;  // NOLINT: a test
 using Ints = std::vector<int32_t>;
 
 // Two nodes of two ranks each, with two rails.

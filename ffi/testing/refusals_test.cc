@@ -135,7 +135,7 @@ void OperandsOfAnExchange() {
 
 // An exception is no fault of an argument.
 void ExceptionsOfPlanners() {
-  const moe_lb::Status bad = Attempt(
+  const moe_lb::Status bad = moe_lb::Attempt(
       {"planner", {}, {}, [](const auto&, const auto&) -> moe_lb::Status { throw std::runtime_error("no memory"); }},
       {}, {});
   EXPECT(bad == moe_lb::Status("planner failed: no memory"));

@@ -9,8 +9,7 @@
 
 namespace {
 
-using moe_lb::Copier;
-using moe_lb::Copiers;
+using namespace moe_lb;  // NOLINT: a test
 
 void JobsRunInOrderAndBeforeTheEnd() {
   std::vector<int> ran;

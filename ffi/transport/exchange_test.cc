@@ -8,12 +8,7 @@
 
 namespace {
 
-using moe_lb::CheckExchange;
-using moe_lb::ExchangedBytes;
-using moe_lb::ExchangeSide;
-using moe_lb::Receive;
-using moe_lb::Status;
-using moe_lb::View;
+using namespace moe_lb;  // NOLINT: a test
 
 using Integers = std::vector<int32_t>;
 
@@ -43,7 +38,7 @@ Status Run(std::vector<Rank>& ranks) {
   const std::vector<ExchangeSide> sides = Sides(ranks);
   if (Status bad = CheckExchange({sides.data(), sides.size()})) return bad;
   for (size_t rank = 0; rank < ranks.size(); ++rank) Receive({sides.data(), sides.size()}, rank);
-  return moe_lb::Ok();
+  return Ok();
 }
 
 // Random sizes, `per_pair` slices from every rank to every rank, landing one after the other.

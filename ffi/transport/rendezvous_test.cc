@@ -10,15 +10,7 @@
 
 namespace {
 
-using moe_lb::Arrival;
-using moe_lb::Copiers;
-using moe_lb::Ok;
-using moe_lb::Outcome;
-using moe_lb::Refuse;
-using moe_lb::Rendezvous;
-using moe_lb::RendezvousOptions;
-using moe_lb::Status;
-using moe_lb::View;
+using namespace moe_lb;  // NOLINT: a test
 
 // Arguments of a rank: a number, and the address of the sum.
 struct Number {
@@ -213,7 +205,7 @@ void FailedMeetingsAreForgotten() {
 void TheLastFailedRunsAreKept() {
   constexpr auto kRuns = static_cast<int64_t>(NumberRendezvous::kMaxFailed);
   NumberRendezvous rendezvous(Options(2, 1e-3), Sum);
-  const Outcome lost = {Status(moe_lb::Problem("a device is lost", true)), false};
+  const Outcome lost = {Status(Problem("a device is lost", true)), false};
   for (int64_t run = 0; run <= kRuns; ++run) rendezvous.FailRun(run, lost);
   int64_t sum = 0;
   for (int64_t run = 0; run <= kRuns; ++run) {
@@ -227,7 +219,7 @@ void AFailedRunDoesNotEndActiveGenerations() {
   NumberRendezvous rendezvous(Options(1), [&](View<Number>, const NumberRendezvous::Finish& given) { finish = given; });
   std::promise<Outcome> ended;
   rendezvous.Arrive({7, 0, 0, 0}, {}, Ok(), [&](const Outcome& outcome) { ended.set_value(outcome); });
-  rendezvous.FailRun(7, {Status(moe_lb::Problem("a device is lost", true)), false});
+  rendezvous.FailRun(7, {Status(Problem("a device is lost", true)), false});
   finish(Ok());
   EXPECT(!ended.get_future().get().failure);
 }
@@ -295,7 +287,7 @@ void AFailedRunEndsForAll() {
       const auto at = static_cast<size_t>(rank);
       if (rank == 2) {
         while (!first && waiting < 2) std::this_thread::yield();
-        rendezvous.FailRun(7, {Status(moe_lb::Problem("a device is lost", true)), false});
+        rendezvous.FailRun(7, {Status(Problem("a device is lost", true)), false});
       }
       if (first) std::this_thread::sleep_for(std::chrono::milliseconds(20));
       ++waiting;

@@ -11,11 +11,14 @@
 #include <string>
 #include <vector>
 
+#include "ffi/common/testing.h"
 #include "ffi/testing/cuda/memory.h"
 #include "ffi/testing/fake_xla.h"
 #include "ffi/testing/handler_calls.h"
 
 namespace moe_lb::testing {
+
+inline void ExpectOk(const Ending& ending) { EXPECT_EQ(ending.message, std::string()); }
 
 // A device as in XLA. The host frees and reuses memory at once, for later work on XLA's stream. Uses by other streams
 // must end before XLA's stream reaches the next user.

@@ -17,8 +17,6 @@ namespace moe_lb::testing {
 
 using Clock = std::chrono::steady_clock;
 
-inline bool Has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
 inline double SecondsSince(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
 }
@@ -40,9 +38,21 @@ std::vector<Ending> RunOnce(Layer& layer, const std::vector<std::unique_ptr<Gpu>
   return endings;
 }
 
+inline void ExpectAllOk(const std::vector<Ending>& endings) {
+  for (const Ending& ending : endings) ExpectOk(ending);
+}
+
+// part: of all messages.
+inline void ExpectAllFail(const std::vector<Ending>& endings, XLA_FFI_Error_Code code, const std::string& part) {
+  for (const Ending& ending : endings) {
+    EXPECT_EQ(ending.code, code);
+    EXPECT(Has(ending.message, part));
+  }
+}
+
 template <typename Layer>
 void ExpectGoodRun(Layer& layer, const std::vector<std::unique_ptr<Gpu>>& gpus, int64_t run) {
-  for (const Ending& ending : RunOnce(layer, gpus, run)) EXPECT_EQ(ending.message, std::string());
+  ExpectAllOk(RunOnce(layer, gpus, run));
   EXPECT_EQ(layer.num_wrong(), 0);
 }
 

@@ -41,8 +41,6 @@ LayerShape Shape(std::vector<int64_t> widths) {
   return shape;
 }
 
-void ExpectOk(const Ending& ending) { EXPECT_EQ(ending.message, std::string()); }
-
 // Places of ordering calls, equal in every process.
 std::set<std::string> Places() {
   std::set<std::string> places;

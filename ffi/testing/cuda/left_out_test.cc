@@ -42,8 +42,6 @@ LayerShape Shape() {
   return shape;
 }
 
-void ExpectOk(const Ending& ending) { EXPECT_EQ(ending.message, std::string()); }
-
 template <typename Run>
 void Repeat(int64_t runs, const Run& run_on) {
   const auto gpus = Gpus(kDevices);

@@ -151,8 +151,8 @@ void PlanOnTwoStreams() {
   Gpu slow(0, 0), busy(1, 0);
   Between wave;
   wave.wave_us = 30000;
-  EXPECT_EQ(planned.Run(slow, 0, 1, wave).message, std::string());
-  for (int64_t run = 2; run <= 20; ++run) EXPECT_EQ(planned.Run(busy, 0, run).message, std::string());
+  ExpectOk(planned.Run(slow, 0, 1, wave));
+  for (int64_t run = 2; run <= 20; ++run) ExpectOk(planned.Run(busy, 0, run));
   Synchronize(slow.stream());
   Synchronize(busy.stream());
   EXPECT_EQ(planned.num_wrong(), 0);

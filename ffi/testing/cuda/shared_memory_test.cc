@@ -26,8 +26,6 @@ namespace {
 
 using namespace moe_lb::testing;
 
-bool Has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
 // CUDA does not allow it, and the stand-in shows it, whatever the handlers do.
 void FreeOpenMemory(int64_t rank, int64_t) {
   const Allocation own = NewAllocation(4096, MemoryKind::kClassic);
@@ -64,7 +62,8 @@ void NameTooMuch(int64_t rank, int64_t) {
   }
 }
 
-// Freed memory: the descriptor of memory that was never mapped is dropped, and every group that has mapped it unmaps it.
+// Freed memory: the descriptor of memory that was never mapped is dropped, and every group that has mapped it unmaps
+// it.
 void Forget(int64_t rank, int64_t) {
   moe_lb::Neighbours& neighbours = moe_lb::Neighbours::OfProcess();
   moe_lb::peer_cuda::SharedMemory shared[2] = {moe_lb::peer_cuda::SharedMemory(&neighbours),
@@ -221,8 +220,7 @@ int main(int argc, char** argv) {
   if (argc >= 4) return RunProcess(argv, kParts);
   const std::vector<std::pair<std::string, int64_t>> parts = {
       {"probe", 3},     {"probe_mapped", 3}, {"probe_classic", 3}, {"probe_stale", 3}, {"probe_visible", 2},
-      {"probe_end", 2}, {"free", 2},         {"bounds", 2},        {"tasks", 2},
-      {"forget", 2},
+      {"probe_end", 2}, {"free", 2},         {"bounds", 2},        {"tasks", 2},       {"forget", 2},
   };
   for (const auto& [part, count] : parts) {
     if (argc == 2) std::cout << part << " " << count << std::endl;

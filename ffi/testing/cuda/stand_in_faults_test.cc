@@ -29,7 +29,7 @@ void NoWritesAfterAFailure(Layer& layer) {
   Between between;
   between.fails = true;
   for (int64_t run = 1; run <= 5; ++run) {
-    for (const Ending& ending : RunOnce(layer, gpus, run, between)) EXPECT_EQ(ending.message, std::string());
+    ExpectAllOk(RunOnce(layer, gpus, run, between));
     EXPECT_EQ(layer.num_wrong(), 0);
   }
   TheStandIn().copy_us = 0;
@@ -51,10 +51,8 @@ void AnotherHomeIsRefused() {
   PlannedLayer layer{LayerShape()};
   Between between;
   between.other_home = true;
-  for (const Ending& ending : RunOnce(layer, gpus, 1, between)) {
-    EXPECT_EQ(ending.code, XLA_FFI_Error_Code_INVALID_ARGUMENT);
-    EXPECT(Has(ending.message, "home is not the buffers that post was given"));
-  }
+  ExpectAllFail(RunOnce(layer, gpus, 1, between), XLA_FFI_Error_Code_INVALID_ARGUMENT,
+                "home is not the buffers that post was given");
   ExpectGoodRun(layer, gpus, 2);
 }
 
@@ -65,11 +63,9 @@ void APlanOfAnotherSizeIsRefused() {
   const int64_t size = shape.ranks * (shape.home + shape.slots + shape.experts());
   for (const int64_t more : {-1, 1}) {
     PlannedLayer layer(shape, PlannedLayer::Planner::kGreedy, more);
-    for (const Ending& ending : RunOnce(layer, gpus, 1, Between())) {
-      EXPECT_EQ(ending.code, XLA_FFI_Error_Code_INVALID_ARGUMENT);
-      const std::string got = std::to_string(size + more) + " numbers of the plan";
-      EXPECT(Has(ending.message, "got " + got + "; expected " + std::to_string(size)));
-    }
+    const std::string got = "got " + std::to_string(size + more) + " numbers of the plan";
+    ExpectAllFail(RunOnce(layer, gpus, 1), XLA_FFI_Error_Code_INVALID_ARGUMENT,
+                  got + "; expected " + std::to_string(size));
   }
 }
 
@@ -95,10 +91,8 @@ void OtherSlotsAreRefused() {
   CopyLayer layer(LayerShape(), true);
   Between between;
   between.other_slots = true;
-  for (const Ending& ending : RunOnce(layer, gpus, 1, between)) {
-    EXPECT_EQ(ending.code, XLA_FFI_Error_Code_INVALID_ARGUMENT);
-    EXPECT(Has(ending.message, "slots are not the buffers of a start in this run"));
-  }
+  ExpectAllFail(RunOnce(layer, gpus, 1, between), XLA_FFI_Error_Code_INVALID_ARGUMENT,
+                "slots are not the buffers of a start in this run");
   ExpectGoodRun(layer, gpus, 2);
 }
 
@@ -127,10 +121,7 @@ void OneFailureEndsAll(Layer& layer, const std::string& function, int64_t after)
   ExpectGoodRun(layer, gpus, 1000);
   FailCalls(function, after, cudaErrorIllegalAddress);
   const Clock::time_point begin = Clock::now();
-  for (const Ending& ending : RunOnce(layer, gpus, 1001)) {
-    EXPECT_EQ(ending.code, XLA_FFI_Error_Code_INTERNAL);
-    EXPECT(Has(ending.message, "cudaErrorIllegalAddress"));
-  }
+  ExpectAllFail(RunOnce(layer, gpus, 1001), XLA_FFI_Error_Code_INTERNAL, "cudaErrorIllegalAddress");
   EXPECT(SecondsSince(begin) < 5);
   FailCalls("", 0, cudaSuccess);
   ExpectGoodRun(layer, gpus, 1002);
@@ -146,14 +137,11 @@ void AnyFailureEndsAllCopies() {
   }
 }
 
-void AnyFailureEndsAllPlannedCopies() {
+void AnyFailureEndsAllPlannedCopiesAndRows() {
   PlannedLayer planned{LayerShape()};
   for (const char* const function : {"cudaMemcpyAsync", "cudaStreamWaitEvent", "cuMemcpyBatchAsync"}) {
     OneFailureEndsAll(planned, function, 1);
   }
-}
-
-void AnyFailureEndsAllRows() {
   RowsLayer rows(LayerShape(), true);
   OneFailureEndsAll(rows, "cudaMemcpyAsync", 1);
 }
@@ -234,7 +222,7 @@ void AFetchDoesNotWaitForCopies() {
   OnAll(4, [&](int64_t device) {
     Gpu& gpu = *gpus[static_cast<size_t>(device)];
     // The slow copies are queued in the pause.
-    EXPECT_EQ(CopyLayer::RunAll({&slow, &quick}, gpu, device, 2, 200000).message, std::string());
+    ExpectOk(CopyLayer::RunAll({&slow, &quick}, gpu, device, 2, 200000));
     Synchronize(gpu.stream());
   });
   TheStandIn().copy_us = 0;
@@ -250,7 +238,7 @@ void AFailedRecordRetiresItsSlot() {
   auto plan = std::make_unique<HostPlan>(shape);
   const auto wrong = plan->wrong();
   const int64_t before = PinnedBytes();
-  EXPECT_EQ(plan->Run(*gpus[0], 1).message, std::string());
+  ExpectOk(plan->Run(*gpus[0], 1));
   const int64_t pinned = PinnedBytes();
   EXPECT(pinned > before);
   FailCalls("cudaEventRecord", 0, cudaErrorIllegalAddress);
@@ -259,7 +247,7 @@ void AFailedRecordRetiresItsSlot() {
   EXPECT_EQ(ending.code, XLA_FFI_Error_Code_INTERNAL);
   EXPECT(Has(ending.message, "cudaEventRecord"));
   // More calls than slots, in the others.
-  for (int64_t run = 3; run <= 80; ++run) EXPECT_EQ(plan->Run(*gpus[0], run).message, std::string());
+  for (int64_t run = 3; run <= 80; ++run) ExpectOk(plan->Run(*gpus[0], run));
   Synchronize(gpus[0]->stream());
   EXPECT_EQ(wrong->load(), 0);
   const Clock::time_point begin = Clock::now();
@@ -280,23 +268,22 @@ void AFailedKernelEndsEverything() {
   ExpectGoodRun(copies, gpus, 1);
   ExpectGoodRun(planned, gpus, 2);
   ExpectGoodRun(rows, gpus, 3);
-  EXPECT_EQ(plan->Run(*gpus[0], 4).message, std::string());
+  ExpectOk(plan->Run(*gpus[0], 4));
   Synchronize(gpus[0]->stream());
   const Clock::time_point begin = Clock::now();
-  const auto expect_failure = [](const Ending& ending) {
-    EXPECT_EQ(ending.code, XLA_FFI_Error_Code_INTERNAL);
-    EXPECT(Has(ending.message, "cudaErrorIllegalAddress"));
+  const auto expect_failure = [](const std::vector<Ending>& endings) {
+    ExpectAllFail(endings, XLA_FFI_Error_Code_INTERNAL, "cudaErrorIllegalAddress");
   };
   Between between;
   between.corrupts = true;
   // The first join may precede the error.
   for (const Ending& ending : RunOnce(copies, gpus, 5, between)) {
-    if (!ending.ok) expect_failure(ending);
+    if (!ending.ok) expect_failure({ending});
   }
-  for (const Ending& ending : RunOnce(copies, gpus, 6)) expect_failure(ending);
-  for (const Ending& ending : RunOnce(planned, gpus, 7)) expect_failure(ending);
-  for (const Ending& ending : RunOnce(rows, gpus, 8)) expect_failure(ending);
-  expect_failure(plan->Run(*gpus[0], 9));
+  expect_failure(RunOnce(copies, gpus, 6));
+  expect_failure(RunOnce(planned, gpus, 7));
+  expect_failure(RunOnce(rows, gpus, 8));
+  expect_failure({plan->Run(*gpus[0], 9)});
   plan.reset();
   EXPECT(SecondsSince(begin) < 5);
   EndWithKeptMemory();
@@ -312,10 +299,7 @@ void AFailedKernelBeforeTheTablesEnds(Layer& layer) {
     Corrupt(cudaErrorIllegalAddress);
   });
   const Clock::time_point begin = Clock::now();
-  for (const Ending& ending : RunOnce(layer, gpus, 2)) {
-    EXPECT_EQ(ending.code, XLA_FFI_Error_Code_INTERNAL);
-    EXPECT(Has(ending.message, "cudaErrorIllegalAddress"));
-  }
+  ExpectAllFail(RunOnce(layer, gpus, 2), XLA_FFI_Error_Code_INTERNAL, "cudaErrorIllegalAddress");
   EXPECT(SecondsSince(begin) < 5);
 }
 
@@ -333,19 +317,12 @@ void AFailedKernelEndsWaitingPlans() {
 
 int main(int argc, char** argv) {
   const moe_lb::TestParts parts = {
-      {"no_writes", NoWritesAfterAnyFailure},
-      {"other_home", AnotherHomeIsRefused},
-      {"other_size", APlanOfAnotherSizeIsRefused},
-      {"other_slots", OtherSlotsAreRefused},
-      {"attributes", RefusedAttributesAreNamed},
-      {"reused_home", HomeIsReusedAfterAllCopies},
-      {"failed_copies", AnyFailureEndsAllCopies},
-      {"failed_planned", AnyFailureEndsAllPlannedCopies},
-      {"failed_rows", AnyFailureEndsAllRows},
-      {"stuck", ADeviceThatIsStuckIsNamed<CopyLayer>},
-      {"stuck_planned", ADeviceThatIsStuckIsNamed<PlannedLayer>},
-      {"abandoned", AnAbandonedFetchEndsFirst},
-      {"fetch", AFetchDoesNotWaitForCopies},
+      {"no_writes", NoWritesAfterAnyFailure},          {"other_home", AnotherHomeIsRefused},
+      {"other_size", APlanOfAnotherSizeIsRefused},     {"other_slots", OtherSlotsAreRefused},
+      {"attributes", RefusedAttributesAreNamed},       {"reused_home", HomeIsReusedAfterAllCopies},
+      {"failed_copies", AnyFailureEndsAllCopies},      {"failed_planned", AnyFailureEndsAllPlannedCopiesAndRows},
+      {"stuck", ADeviceThatIsStuckIsNamed<CopyLayer>}, {"stuck_planned", ADeviceThatIsStuckIsNamed<PlannedLayer>},
+      {"abandoned", AnAbandonedFetchEndsFirst},        {"fetch", AFetchDoesNotWaitForCopies},
   };
   const moe_lb::TestParts alone = {
       {"retired", AFailedRecordRetiresItsSlot},

@@ -36,9 +36,9 @@ void NoAllocationWhileAProgramRuns() {
   const int64_t before = NumCalls("cudaHostAlloc");
   OnAll(2, [&](int64_t rank) {
     Gpu& gpu = *gpus[static_cast<size_t>(rank)];
-    EXPECT_EQ(copies.Run(gpu, rank, 1).message, std::string());
-    EXPECT_EQ(plan.Run(gpu, 1).message, std::string());
-    EXPECT_EQ(planned.Run(gpu, rank, 1).message, std::string());
+    ExpectOk(copies.Run(gpu, rank, 1));
+    ExpectOk(plan.Run(gpu, 1));
+    ExpectOk(planned.Run(gpu, rank, 1));
     Synchronize(gpu.stream());
   });
   EXPECT(NumCalls("cudaHostAlloc") > before);
@@ -70,7 +70,7 @@ void AllocationDoesNotStopACollective() {
   });
   OnAll(2, [&](int64_t rank) {
     Gpu& gpu = *gpus[static_cast<size_t>(rank)];
-    EXPECT_EQ(plan.Run(gpu, 1).message, std::string());
+    ExpectOk(plan.Run(gpu, 1));
     Synchronize(gpu.stream());
     ++done;
   });
@@ -92,7 +92,7 @@ void SlotsDoNotOverlap() {
   OnAll(4, [&](int64_t stream) {
     Gpu& gpu = *gpus[static_cast<size_t>(stream)];
     for (int64_t run = 1; run <= 60; ++run) {
-      EXPECT_EQ(plan.Run(gpu, run, (run + stream) % 2 == 0).message, std::string());
+      ExpectOk(plan.Run(gpu, run, (run + stream) % 2 == 0));
     }
     Synchronize(gpu.stream());
   });
@@ -121,8 +121,8 @@ void FailedProgramsKeepNoTicket() {
   Between between;
   between.fails = true;
   for (int64_t run = 1; run <= 4; ++run) {
-    for (const Ending& ending : RunOnce(copies, gpus, 2 * run, between)) EXPECT_EQ(ending.message, std::string());
-    for (const Ending& ending : RunOnce(rows, gpus, 2 * run + 1, between)) EXPECT_EQ(ending.message, std::string());
+    ExpectAllOk(RunOnce(copies, gpus, 2 * run, between));
+    ExpectAllOk(RunOnce(rows, gpus, 2 * run + 1, between));
     EXPECT_EQ(moe_lb::peer_cuda::OpenTickets().num_open(), size_t{0});
   }
 }
@@ -138,7 +138,7 @@ void FailedProgramsKeepNoMemory() {
   between.fails = true;
   int64_t pinned = 0;
   for (int64_t run = 1; run <= 40; ++run) {
-    for (const Ending& ending : RunOnce(planned, gpus, run, between)) EXPECT_EQ(ending.message, std::string());
+    ExpectAllOk(RunOnce(planned, gpus, run, between));
     if (run == 8) pinned = PinnedBytes();
   }
   EXPECT_EQ(PinnedBytes(), pinned);
@@ -151,7 +151,7 @@ void APlannerFreesItsMemory() {
   shape.home = 47;  // a size unique to this test
   auto plan = std::make_unique<HostPlan>(shape);
   const int64_t pinned = PinnedBytes(), events = NumEvents();
-  EXPECT_EQ(plan->Run(*gpus[0], 1).message, std::string());
+  ExpectOk(plan->Run(*gpus[0], 1));
   EXPECT(PinnedBytes() > pinned && NumEvents() > events);
   Synchronize(gpus[0]->stream());
   plan.reset();
@@ -189,7 +189,7 @@ void NoContextIsMadeOnOtherDevices() {
   ExpectGoodRun(copies, gpus, 1);
   ExpectGoodRun(planned, gpus, 2);
   ExpectGoodRun(rows, gpus, 3);
-  EXPECT_EQ(plan.Run(*gpus[0], 4).message, std::string());
+  ExpectOk(plan.Run(*gpus[0], 4));
   Synchronize(gpus[0]->stream());
   EXPECT(Contexts() == (std::set<int>{4, 5, 6, 7}));
 }
@@ -204,8 +204,8 @@ void TwoThreadsLaunchOnOneDevice() {
   OnAll(2, [&](int64_t thread) {
     Gpu& gpu = thread == 0 ? shared : also;
     for (int64_t run = 1; run <= 100; ++run) {
-      EXPECT_EQ(copies.Run(gpu, 0, 2 * run + thread).message, std::string());
-      EXPECT_EQ(planned.Run(gpu, 0, 2 * run + thread).message, std::string());
+      ExpectOk(copies.Run(gpu, 0, 2 * run + thread));
+      ExpectOk(planned.Run(gpu, 0, 2 * run + thread));
     }
     Synchronize(gpu.stream());
   });
@@ -258,9 +258,7 @@ void CopiesOverlapAWaveThatTheHostWaitsFor(Layer& layer) {
     double shortest = 1;
     for (int64_t run = 0; run < 30 && shortest > 0.08; ++run) {
       const Clock::time_point begin = Clock::now();
-      for (const Ending& ending : RunOnce(layer, gpus, 2 + run + 30 * blocks_host, between)) {
-        EXPECT_EQ(ending.message, std::string());
-      }
+      ExpectAllOk(RunOnce(layer, gpus, 2 + run + 30 * blocks_host, between));
       shortest = std::min(shortest, SecondsSince(begin));
     }
     return shortest;

@@ -31,8 +31,6 @@ constexpr int64_t kRuns = 400;
 constexpr int64_t kManyRuns = 10000;
 #endif
 
-void ExpectOk(const Ending& ending) { EXPECT_EQ(ending.message, std::string()); }
-
 // Several runs are queued ahead of the device, as in XLA, and the devices start each in another order.
 template <typename Run>
 void Repeat(int64_t devices, int64_t runs, const Run& run_on) {
@@ -50,39 +48,32 @@ void Repeat(int64_t devices, int64_t runs, const Run& run_on) {
   ExpectNoViolations();
 }
 
-void CopiesAreRight() {
+template <typename Layer>
+void ExpectRightRuns(Layer&& layer, int64_t devices, int64_t runs = kRuns) {
+  Repeat(devices, runs, [&](Gpu& gpu, int64_t rank, int64_t run) { return layer.Run(gpu, rank, run); });
+  EXPECT_EQ(layer.num_wrong(), 0);
+}
+
+LayerShape Of(int64_t ranks) {
+  LayerShape shape;
+  shape.ranks = ranks;
+  return shape;
+}
+
+// Copies with and without relays; rows there and back.
+template <typename Layer>
+void BothKindsAreRight() {
   for (const int64_t devices : {1, 2, 4, 8}) {
-    for (const bool relays : {false, true}) {
-      LayerShape shape;
-      shape.ranks = devices;
-      CopyLayer layer(shape, relays);
-      Repeat(devices, kRuns, [&](Gpu& gpu, int64_t rank, int64_t run) { return layer.Run(gpu, rank, run); });
-      EXPECT_EQ(layer.num_wrong(), 0);
-    }
+    for (const bool kind : {false, true}) ExpectRightRuns(Layer(Of(devices), kind), devices);
   }
 }
 
 void PlannedCopiesAreRight() {
   for (const auto planner : {PlannedLayer::Planner::kGreedy, PlannedLayer::Planner::kFeplb}) {
     for (const int64_t devices : {2, 4, 8}) {
-      LayerShape shape;
-      shape.ranks = devices;
-      PlannedLayer layer(shape, planner);
-      Repeat(devices, kRuns, [&](Gpu& gpu, int64_t rank, int64_t run) { return layer.Run(gpu, rank, run); });
-      EXPECT_EQ(layer.num_wrong(), 0);
+      PlannedLayer layer(Of(devices), planner);
+      ExpectRightRuns(layer, devices);
       EXPECT(layer.num_replicas() > 0);
-    }
-  }
-}
-
-void RowsAreRight() {
-  for (const int64_t devices : {1, 2, 4, 8}) {
-    for (const bool back : {false, true}) {
-      LayerShape shape;
-      shape.ranks = devices;
-      RowsLayer layer(shape, back);
-      Repeat(devices, kRuns, [&](Gpu& gpu, int64_t rank, int64_t run) { return layer.Run(gpu, rank, run); });
-      EXPECT_EQ(layer.num_wrong(), 0);
     }
   }
 }
@@ -167,9 +158,7 @@ void KernelsRunInGraphs() {
 
 void AnUnsupportedBatchIsCopiedOneByOne() {
   TheStandIn().batches_are_supported = false;
-  CopyLayer layer(LayerShape(), true);
-  Repeat(4, 10, [&](Gpu& gpu, int64_t rank, int64_t run) { return layer.Run(gpu, rank, run); });
-  EXPECT_EQ(layer.num_wrong(), 0);
+  ExpectRightRuns(CopyLayer(LayerShape(), true), 4, 10);
   TheStandIn().batches_are_supported = true;
 }
 
@@ -229,9 +218,9 @@ void ResourcesStayConstant() {
 
 int main(int argc, char** argv) {
   return moe_lb::RunParts(argc, argv,
-                          {{"copies", CopiesAreRight},
+                          {{"copies", BothKindsAreRight<CopyLayer>},
                            {"planned", PlannedCopiesAreRight},
-                           {"rows", RowsAreRight},
+                           {"rows", BothKindsAreRight<RowsLayer>},
                            {"host_plans", HostPlansAreRight},
                            {"planners", EveryPlannerPlans},
                            {"graphs", KernelsRunInGraphs},

@@ -16,8 +16,6 @@ namespace {
 
 using namespace moe_lb::testing;
 
-void ExpectOk(const Ending& ending) { EXPECT_EQ(ending.message, std::string()); }
-
 // Without slots, no device reads the weights of another one.
 template <typename Layer>
 void ADeviceWaitsForItselfAlone(Layer layer, int64_t ranks) {
