@@ -4,7 +4,6 @@
 // future completes, after all copies of the group; only calls using the result wait. `copy_join` then only checks
 // the ticket.
 #include <memory>
-#include <string_view>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -53,12 +52,7 @@ xf::TypeId Site::id = {};
 xf::TypeInfo Site::info = xf::MakeTypeInfo<Site>();
 
 template <void (*act)(View<CallArguments>, CallRendezvous::Finish)>
-static xf::ErrorOr<std::unique_ptr<Site>> MakeSite(int64_t num_participants, int64_t num_lanes, int64_t num_home,
-                                                   int64_t chunk_bytes, double timeout_s, std::string_view site,
-                                                   xf::Span<const int64_t> processes) {
-  PeerAttributes attributes =
-      MakePeerAttributes(num_participants, num_lanes, num_home, chunk_bytes, timeout_s, site, processes);
-  if (Status bad = CheckAttributes(attributes)) return xf::Unexpected(ToError(bad));
+static xf::ErrorOr<std::unique_ptr<Site>> MakeSite(PeerAttributes attributes) {
   return std::make_unique<Site>(std::move(attributes), act);
 }
 
@@ -77,13 +71,7 @@ struct RowSite {
 xf::TypeId RowSite::id = {};
 xf::TypeInfo RowSite::info = xf::MakeTypeInfo<RowSite>();
 
-static xf::ErrorOr<std::unique_ptr<RowSite>> MakeRowSite(int64_t num_participants, int64_t num_lanes, int64_t num_home,
-                                                         int64_t chunk_bytes, double timeout_s, std::string_view site,
-                                                         xf::Span<const int64_t> processes, bool back,
-                                                         int64_t num_kinds) {
-  PeerAttributes attributes =
-      MakePeerAttributes(num_participants, num_lanes, num_home, chunk_bytes, timeout_s, site, processes);
-  if (Status bad = CheckAttributes(attributes)) return xf::Unexpected(ToError(bad));
+static xf::ErrorOr<std::unique_ptr<RowSite>> MakeRowSite(PeerAttributes attributes, bool back, int64_t num_kinds) {
   return std::make_unique<RowSite>(std::move(attributes), back, static_cast<size_t>(num_kinds));
 }
 
@@ -194,8 +182,8 @@ xf::Future SumHandler(xf::RunId run, int32_t device, Site* site, PeerIntegers pl
 
 // ---- bindings ------------------------------------------------------------------
 
-XLA_FFI_DEFINE_HANDLER(kMakeCopySite, MakeSite<Copy>, BindPeerSite());
-XLA_FFI_DEFINE_HANDLER(kMakeSumSite, MakeSite<Sum>, BindPeerSite());
+XLA_FFI_DEFINE_HANDLER(kMakeCopySite, Made<MakeSite<Copy>>::Run, BindPeerSite());
+XLA_FFI_DEFINE_HANDLER(kMakeSumSite, Made<MakeSite<Sum>>::Run, BindPeerSite());
 
 XLA_FFI_DEFINE_HANDLER(kStart, StartHandler,
                        xf::Ffi::Bind()
@@ -211,7 +199,7 @@ XLA_FFI_DEFINE_HANDLER(kStart, StartHandler,
 
 XLA_FFI_DEFINE_HANDLER(kRows, RowsHandler,
                        AndRows(xf::Ffi::Bind().Ctx<xf::RunId>().Ctx<xf::DeviceOrdinal>().Ctx<xf::State<RowSite>>()));
-XLA_FFI_DEFINE_HANDLER(kMakeRowSite, MakeRowSite, BindRowSite());
+XLA_FFI_DEFINE_HANDLER(kMakeRowSite, Made<MakeRowSite>::Run, BindRowSite());
 
 XLA_FFI_DEFINE_HANDLER(
     kJoin, JoinHandler,

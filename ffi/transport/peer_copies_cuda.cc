@@ -10,7 +10,6 @@
 
 #include <memory>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -34,12 +33,7 @@ struct StartSite {
 xf::TypeId StartSite::id = {};
 xf::TypeInfo StartSite::info = xf::MakeTypeInfo<StartSite>();
 
-xf::ErrorOr<std::unique_ptr<StartSite>> MakeSite(int64_t num_participants, int64_t num_lanes, int64_t num_home,
-                                                 int64_t chunk_bytes, double timeout_s, std::string_view site,
-                                                 xf::Span<const int64_t> processes) {
-  PeerAttributes attributes =
-      MakePeerAttributes(num_participants, num_lanes, num_home, chunk_bytes, timeout_s, site, processes);
-  if (Status bad = CheckAttributes(attributes)) return xf::Unexpected(ToError(bad));
+xf::ErrorOr<std::unique_ptr<StartSite>> MakeSite(PeerAttributes attributes) {
   return std::unique_ptr<StartSite>(new StartSite{std::make_shared<Site>(std::move(attributes))});
 }
 
@@ -55,12 +49,7 @@ struct RowSite {
 xf::TypeId RowSite::id = {};
 xf::TypeInfo RowSite::info = xf::MakeTypeInfo<RowSite>();
 
-xf::ErrorOr<std::unique_ptr<RowSite>> MakeRowSite(int64_t num_participants, int64_t num_lanes, int64_t num_home,
-                                                  int64_t chunk_bytes, double timeout_s, std::string_view site,
-                                                  xf::Span<const int64_t> processes, bool back, int64_t num_kinds) {
-  PeerAttributes attributes =
-      MakePeerAttributes(num_participants, num_lanes, num_home, chunk_bytes, timeout_s, site, processes);
-  if (Status bad = CheckAttributes(attributes)) return xf::Unexpected(ToError(bad));
+xf::ErrorOr<std::unique_ptr<RowSite>> MakeRowSite(PeerAttributes attributes, bool back, int64_t num_kinds) {
   return std::unique_ptr<RowSite>(
       new RowSite{std::make_shared<Site>(std::move(attributes)), back, static_cast<size_t>(num_kinds)});
 }
@@ -200,7 +189,7 @@ xf::Error JoinHandler(cudaStream_t stream, xf::RunId run, int32_t device, PeerIn
   return xf::Error::Success();
 }
 
-XLA_FFI_DEFINE_HANDLER(kMakeSite, MakeSite, BindPeerSite());
+XLA_FFI_DEFINE_HANDLER(kMakeSite, Made<MakeSite>::Run, BindPeerSite());
 
 XLA_FFI_DEFINE_HANDLER(kInitializeStart, InitializeStart,
                        xf::Ffi::BindInitialize()
@@ -238,7 +227,7 @@ XLA_FFI_DEFINE_HANDLER(kRows, RowsHandler,
                                    .Ctx<xf::State<RowSite>>()
                                    .Ctx<xf::Initialized<PendingJoins>>()));
 
-XLA_FFI_DEFINE_HANDLER(kMakeRowSite, MakeRowSite, BindRowSite());
+XLA_FFI_DEFINE_HANDLER(kMakeRowSite, Made<MakeRowSite>::Run, BindRowSite());
 
 XLA_FFI_DEFINE_HANDLER(
     kJoin, JoinHandler,

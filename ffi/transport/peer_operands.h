@@ -2,6 +2,7 @@
 #pragma once
 
 #include <limits>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -62,18 +63,6 @@ inline auto BindRowSite() {
       .Attr<int64_t>("num_kinds");  // of rows
 }
 
-inline PeerAttributes MakePeerAttributes(int64_t num_participants, int64_t num_lanes, int64_t num_home,
-                                         int64_t chunk_bytes, double timeout_s, std::string_view site,
-                                         xf::Span<const int64_t> processes) {
-  return {num_participants,
-          num_lanes,
-          num_home,
-          chunk_bytes,
-          timeout_s,
-          std::string(site),
-          std::vector<int64_t>(processes.begin(), processes.end())};
-}
-
 inline Status CheckAttributes(const PeerAttributes& attributes) {
   if (attributes.num_home < 1) return Refuse("num_home is ", attributes.num_home, "; expected at least 1");
   // Experts are int32, and sizes that are multiples of num_home must not overflow.
@@ -88,6 +77,27 @@ inline Status CheckAttributes(const PeerAttributes& attributes) {
   }
   return Ok();
 }
+
+// The instantiate stage of a call site: `make` takes checked attributes and those beside them.
+template <auto make>
+struct Made;
+
+template <typename Site, typename... More, xf::ErrorOr<std::unique_ptr<Site>> (*make)(PeerAttributes, More...)>
+struct Made<make> {
+  static xf::ErrorOr<std::unique_ptr<Site>> Run(int64_t num_participants, int64_t num_lanes, int64_t num_home,
+                                                int64_t chunk_bytes, double timeout_s, std::string_view site,
+                                                xf::Span<const int64_t> processes, More... more) {
+    PeerAttributes attributes = {num_participants,
+                                 num_lanes,
+                                 num_home,
+                                 chunk_bytes,
+                                 timeout_s,
+                                 std::string(site),
+                                 {processes.begin(), processes.end()}};
+    if (Status bad = CheckAttributes(attributes)) return xf::Unexpected(ToError(bad));
+    return make(std::move(attributes), more...);
+  }
+};
 
 // place: [2], the participant and its group.
 inline Arrival ArrivalOf(xf::RunId run, int64_t device, const int32_t* place) {

@@ -57,14 +57,8 @@ inline Status CheckPlanSize(int64_t plan_size) {
 
 // State of one call site of `copy_post`: `PostSite(attributes, plan_size, num_kinds, plan)` of the platform.
 template <typename PostSite>
-xf::ErrorOr<std::unique_ptr<PostSite>> MakePostSite(int64_t num_participants, int64_t num_lanes, int64_t num_home,
-                                                    int64_t chunk_bytes, double timeout_s, std::string_view site,
-                                                    xf::Span<const int64_t> processes, int64_t plan_size,
-                                                    int64_t num_kinds, std::string_view planner,
-                                                    xf::Dictionary options) {
-  PeerAttributes attributes =
-      MakePeerAttributes(num_participants, num_lanes, num_home, chunk_bytes, timeout_s, site, processes);
-  if (Status bad = CheckAttributes(attributes)) return xf::Unexpected(ToError(bad));
+xf::ErrorOr<std::unique_ptr<PostSite>> MakePostSite(PeerAttributes attributes, int64_t plan_size, int64_t num_kinds,
+                                                    std::string_view planner, xf::Dictionary options) {
   if (Status bad = CheckPlanSize(plan_size)) return xf::Unexpected(ToError(bad));
   PlanFunction plan;
   if (Status bad = PlannerNamed(planner, options, &plan)) return xf::Unexpected(ToError(bad));

@@ -2,7 +2,6 @@
 // plans at once. Copies and buffer lifetime are those of `copy_start`: XLA holds all buffers until the call's future
 // completes.
 #include <memory>
-#include <string_view>
 #include <utility>
 
 #include "ffi/transport/peer_handlers.h"
@@ -108,7 +107,7 @@ struct PlanAndCopy<make_call> {
   }
 };
 
-XLA_FFI_DEFINE_HANDLER(kMakePostSite, MakePostSite<PostSite>, BindPost());
+XLA_FFI_DEFINE_HANDLER(kMakePostSite, Made<MakePostSite<PostSite>>::Run, BindPost());
 
 XLA_FFI_DEFINE_HANDLER(kPost, PostHandler,
                        xf::Ffi::Bind()

@@ -271,7 +271,7 @@ auto OnStream(Binding binding) {
   return std::move(binding).template Ctx<xf::PlatformStream<cudaStream_t>>().template Ctx<xf::DeviceOrdinal>();
 }
 
-XLA_FFI_DEFINE_HANDLER(kMakePostSite, MakePostSite<PostSite>, BindPost());
+XLA_FFI_DEFINE_HANDLER(kMakePostSite, Made<MakePostSite<PostSite>>::Run, BindPost());
 
 XLA_FFI_DEFINE_HANDLER(kInitializePost, InitializePost,
                        xf::Ffi::BindInitialize()
