@@ -41,8 +41,8 @@ class Neighbours {
   // Waits up to the time limit while the process does not read its messages. descriptor: -1 for none.
   SocketResult Send(int64_t process, const PeerNote& note, int descriptor, double timeout_s);
 
-  // Removes and returns the first note of this kind and id from this process; false if none has arrived. A kGone drops a
-  // kMemory that was not taken, and is then not stored.
+  // Removes and returns the first note of this kind and id from this process; false if none has arrived. A kGone drops
+  // a kMemory that was not taken, and is then not stored.
   bool Take(int64_t process, PeerNote::Kind kind, uint64_t id, PeerNote* note, Descriptor* descriptor);
 
   // Takes a note and waits for it up to the time limit, or to the end of the process. missing: names it in the failure.
