@@ -194,7 +194,7 @@ def _is_first_highest(values: Array) -> Bool[Array, "..."]:
 
 
 def quotient(numbers: Int[Array, "..."], divisor: int) -> Int[Array, "..."]:
-    """Return the quotients of unsigned numbers, one operation; those of signed numbers take ten."""
+    # One operation; the quotient of signed numbers takes ten.
     return (numbers.astype(jnp.uint32) // np.uint32(divisor)).astype(jnp.int32)
 
 
