@@ -18,38 +18,35 @@ from maxtext.configs import pyconfig
 from maxtext.layers.initializers import nd_dense_init
 from maxtext.layers.moe import RoutedMoE
 
-from benchmarks.layer.skewed_layer import Sizes
 from jax_moe_lb import Experts
+from jax_moe_lb.aot import LayerSizes
 
-IN_BFLOAT16 = {"dtype": "bfloat16", "weight_dtype": "bfloat16", "matmul_precision": "default"}
-ON_TPUS = {"hardware": "tpu", "megablox": True, "use_ring_of_experts": True, "use_ragged_sort": True, **IN_BFLOAT16}
+ON_TPUS = {"hardware": "tpu", "megablox": True, "use_ring_of_experts": True, "use_ragged_sort": True}
+ON_TPUS |= {"dtype": "bfloat16", "weight_dtype": "bfloat16", "matmul_precision": "default"}
+BOUNDED = {**ON_TPUS, "ragged_buffer_factor": 1.5}
 RING = {
     "MaxText ring, worst-case buffer": ON_TPUS,
-    "MaxText ring, buffer 1.5 (drops)": {**ON_TPUS, "ragged_buffer_factor": 1.5},
-    "MaxText ring, buffer 1.5, fallback of a layer": {
-        **ON_TPUS,
-        "ragged_buffer_factor": 1.5,
-        "moe_dropless_fallback": "layer",
-    },
+    "MaxText ring, buffer 1.5 (drops)": BOUNDED,
+    "MaxText ring, buffer 1.5, fallback of a layer": {**BOUNDED, "moe_dropless_fallback": "layer"},
 }
 """MaxText's ring of experts on TPUs. Its fallback of a step runs the second of these programs and, if that dropped
 rows, the step again by the first.
 """
 
 
-def maxtext_layer(sizes: Sizes, mesh: Mesh, options: dict[str, object]) -> Callable:
+def maxtext_layer(sizes: LayerSizes, mesh: Mesh, options: dict[str, object]) -> Callable:
     """Return MaxText's `RoutedMoE` as `(x, kernel, experts) -> y` on global arrays."""
-    config = maxtext_config(sizes, options)
+    config = maxtext_config(sizes, mesh.size, options)
     names = tuple(config.mesh_axes)
-    shape = tuple(sizes.num_ranks if name == "expert" else 1 for name in names)
+    shape = tuple(mesh.size if name == "expert" else 1 for name in names)
     theirs = Mesh(np.asarray(mesh.devices).reshape(shape), names)
     with jax.set_mesh(theirs), nnx.logical_axis_rules(config.logical_axis_rules):
         # Without arrays, as the devices may be absent; the layer replaces the parameters.
         block = nnx.eval_shape(
             lambda: RoutedMoE(
                 config,
-                sizes.num_experts,
-                sizes.per_tok,
+                sizes.experts,
+                sizes.per_token,
                 theirs,
                 nd_dense_init(1.0, "fan_in", "truncated_normal"),
                 ("embed", None),
@@ -68,30 +65,29 @@ def maxtext_layer(sizes: Sizes, mesh: Mesh, options: dict[str, object]) -> Calla
         for variable, array in ((block.wi_0, experts.gate), (block.wi_1, experts.up), (block.wo, experts.down)):
             variable.set_value(array)
         with nnx.logical_axis_rules(config.logical_axis_rules):
-            y, *_ = block(x.reshape(sizes.num_ranks, sizes.num_tokens, sizes.width))
+            y, *_ = block(x.reshape(mesh.size, sizes.tokens, sizes.hidden))
         return y.reshape(x.shape)
 
     return layer
 
 
-def maxtext_config(sizes: Sizes, options: dict[str, object]) -> Any:
-    """Return MaxText's configuration of a layer of these sizes, by default in float32 on a CPU."""
+def maxtext_config(sizes: LayerSizes, num_ranks: int, options: dict[str, object]) -> Any:
+    """Return MaxText's configuration of a layer."""
     base = Path(maxtext.__file__).parent / "configs" / "base.yml"
-    given = {"hardware": "cpu", "dtype": "float32", "weight_dtype": "float32", "matmul_precision": "highest", **options}
     return pyconfig.initialize(
         [None, str(base)],
         run_name="peers",
         enable_checkpointing=False,
         skip_jax_distributed_system=True,
-        base_emb_dim=sizes.width,
+        base_emb_dim=sizes.hidden,
         base_moe_mlp_dim=sizes.inner,
         base_mlp_dim=sizes.inner,
-        num_experts=sizes.num_experts,
-        num_experts_per_tok=sizes.per_tok,
-        max_target_length=sizes.num_tokens,
+        num_experts=sizes.experts,
+        num_experts_per_tok=sizes.per_token,
+        max_target_length=sizes.tokens,
         per_device_batch_size=1,
-        ici_expert_parallelism=sizes.num_ranks,
+        ici_expert_parallelism=num_ranks,
         ici_fsdp_parallelism=1,
         model_call_mode="train",
-        **given,
+        **options,
     )

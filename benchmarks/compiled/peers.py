@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.compiled.peer_layers import Layer, dense_one_hot, gshard, ours, over_ranks, ragged_dot_ring
-from benchmarks.layer.skewed_layer import Sizes
 from benchmarks.render.results import Table, Value
 from jax_moe_lb import Buffers, Experts, exact, plain, ultraep
 from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_for, quiet_stderr, use_no_accelerators
@@ -58,9 +57,8 @@ def layers_on_tpus(mesh: Mesh, sizes: LayerSizes) -> Iterator[tuple[str, Layer]]
     # MaxText changes global settings of JAX, so ours are compiled before.
     from benchmarks.compiled.peer_maxtext import RING, maxtext_layer
 
-    theirs = Sizes(mesh.size, sizes.tokens, sizes.hidden, sizes.inner, sizes.experts, sizes.per_token)
     for name, options in RING.items():
-        yield name, maxtext_layer(theirs, mesh, options)
+        yield name, maxtext_layer(sizes, mesh, options)
 
 
 def step_of(layer: Layer) -> Callable:

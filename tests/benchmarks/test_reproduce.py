@@ -1,6 +1,7 @@
 """One command runs every benchmark, or reports why not."""
 
 import argparse
+import ast
 from pathlib import Path
 
 import benchmarks
@@ -11,6 +12,7 @@ from benchmarks.render.results import read
 from benchmarks.reproduce import RUNS
 
 HERE = Path(benchmarks.__file__).parent
+OWN = ("benchmarks", "jax_moe_lb", "models", "tests")
 PLAIN = argparse.Namespace(quick=False, loads=None, only=[])
 
 
@@ -45,3 +47,27 @@ def test_what_takes_long_runs_if_it_is_named():
     (codec,) = (one for one in RUNS if one.name == "codec")
     assert "--only" in codec.why_not(PLAIN)
     assert codec.why_not(argparse.Namespace(quick=False, loads=None, only=["codec"])) is None
+
+
+def defined_in(path):
+    """Return the names that a module defines or imports, without importing it."""
+    tree = list(ast.walk(ast.parse(path.read_text())))
+    names = {node.name for node in tree if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    names |= {node.id for node in tree if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return names | {one.asname or one.name for node in tree if isinstance(node, ast.ImportFrom) for one in node.names}
+
+
+def test_every_import_of_a_benchmark_is_there():
+    """Some benchmarks need packages that are not installed here, so no module is imported."""
+    root, missing = HERE.parent, []
+    for path in HERE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or node.module.partition(".")[0] not in OWN:
+                continue
+            module = root / node.module.replace(".", "/")
+            # The names of a package may be its modules, or loaded on demand.
+            absent = [] if module.is_dir() else ["the module"]
+            if module.with_suffix(".py").exists():
+                absent = sorted({one.name for one in node.names} - defined_in(module.with_suffix(".py")))
+            missing += [f"{path.relative_to(HERE)}: {node.module}: {name}" for name in absent]
+    assert missing == []
