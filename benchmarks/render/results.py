@@ -26,6 +26,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import wrap
@@ -44,7 +45,7 @@ class Table:
     """Values in rows, with a format per column."""
 
     columns: Mapping[str, str]
-    rows: Sequence[Sequence[Value]]
+    rows: Sequence[Sequence[Value]] = ()
     title: str = ""
     notes: Sequence[str] = ()
 
@@ -185,7 +186,10 @@ def _runs(path: Path) -> dict[str, Any]:
 
 
 def _write(runs: Mapping[str, Any], path: Path) -> None:
-    path.write_text(_text(runs) + "\n")
+    # A process that is killed while it writes leaves the old file.
+    part = path.with_suffix(f".{os.getpid()}.part")
+    part.write_text(_text(runs) + "\n")
+    part.replace(path)
 
 
 def _stored(table: Table) -> dict[str, Any]:
@@ -220,13 +224,17 @@ def _text(value: Any, depth: int = 0) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+_commit = cache(commit_of_run)
+"""Calls of git take a tenth of a second, and checks on a GPU save their tables after every case."""
+
+
 def circumstances(accelerator: str = NO_ACCELERATOR) -> dict[str, str]:
     """Return command, commit, date, machine and software of this process."""
     module = getattr(sys.modules["__main__"].__spec__, "name", "").removesuffix(".__main__")
     command = shlex.join(["python", *(["-m", module] if module else sys.argv[:1]), *_arguments()])
     return {
         "command": command,
-        "commit": commit_of_run(),
+        "commit": _commit(),
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}, "
         f"load average {os.getloadavg()[0]:.1f}; {accelerator}",

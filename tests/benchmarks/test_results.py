@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,6 +22,21 @@ def test_what_was_kept_is_read_again(tmp_path):
     assert str(load(tmp_path / "found.json")["steps"]) == str(tables["steps"])
     kept = json.loads((tmp_path / "found.json").read_text())["found"]
     assert {"command", "commit", "date", "machine", "software"} < kept.keys()
+
+
+def test_a_table_without_rows_is_read_again(tmp_path):
+    save({"a": Table({"n": "d"}, [])}, tmp_path / "found.json")
+    assert load(tmp_path / "found.json") == {"a": Table({"n": "d"})}
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "found.json"
+    save({"a": Table({"n": "d"}, [[1]])}, path)
+    monkeypatch.setattr("pathlib.Path.replace", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        save({"a": Table({"n": "d"}, [[2]])}, path)
+    assert load(path)["a"].rows == [[1]]
+    assert list(read(tmp_path)) == ["found"]
 
 
 def test_a_row_of_another_length_is_refused():
