@@ -4,8 +4,7 @@ The ranks are simulated: one device holds the arrays of all ranks, so the number
 between devices.
 """
 
-from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -14,10 +13,10 @@ import numpy as np
 
 from benchmarks.gpu.findings import Finding, Scale
 from benchmarks.render.results import Table
+from benchmarks.render.timing import interleaved_s
 from jax_moe_lb.collectives.peer_copy import Route, after_start, copy_expert_weights, join, start
 from jax_moe_lb.collectives.plan_and_copy import plan_and_copy, post
 from jax_moe_lb.planners.greedy import greedy, greedy_planner
-from jax_moe_lb.sim.measure import median_s
 
 SLOWDOWN = 1.1
 """Largest ratio of the time of a GEMM beside copies and alone."""
@@ -44,10 +43,6 @@ def measure(width: int, inner: int, rows: int, slots: int, repeats: int) -> dict
     # Every second rank has load, so all others take replicas.
     quota = jnp.diag(rank % 2 * 1000)
 
-    def seconds(function: Callable[..., Any], *args: jax.Array) -> float:
-        compiled = jax.jit(function)
-        return median_s(lambda: compiled(*args), repeats)
-
     def beside_copy_engines(x: jax.Array, home: jax.Array) -> tuple[jax.Array, jax.Array]:
         x, pending = after_start(start(home, wanted, route=ROUTE), x)
         y = gemm(x, home)
@@ -64,20 +59,32 @@ def measure(width: int, inner: int, rows: int, slots: int, repeats: int) -> dict
         x, slots = jax.lax.optimization_barrier((x, slots))
         return gemm(x, home), plan, slots
 
-    copied, alone = 2 * RANKS * slots * width * inner, seconds(gemm, x, home)
-    copies = seconds(lambda home: copy_expert_weights(home, wanted, route=ROUTE), home)
+    calls: dict[str, tuple[Any, ...]] = {
+        "gemm": (gemm, x, home),
+        "copies": (lambda home: copy_expert_weights(home, wanted, route=ROUTE), home),
+        "kernel copies": (lambda home: jnp.tile(home, (slots, 1, 1)), home),
+        "beside copy engines": (beside_copy_engines, x, home),
+        "beside kernels": (lambda x, home: (gemm(x, home), home[wanted.reshape(-1)]), x, home),
+        "planned beside": (planned_beside, x, home, quota),
+        "planned before": (planned_before, x, home, quota),
+        "planner": (lambda quota: greedy(placement, quota, RANKS, 1), quota),
+        "empty": (lambda quota: quota + 1, quota),
+    }
+    # In turns, so that the clocks of the GPU are equal for all.
+    times = interleaved_s({name: partial(jax.jit(run), *args) for name, (run, *args) in calls.items()}, repeats)
+    seconds, copied = {name: float(np.median(one)) for name, one in times.items()}, 2 * RANKS * slots * width * inner
     return {
         "copied_bytes": copied,
-        "gemm_s": alone,
-        "copies_s": copies,
-        "copies_bytes_per_s": copied / copies,
-        "kernel_copy_bytes_per_s": copied / seconds(lambda home: jnp.tile(home, (slots, 1, 1)), home),
-        "gemm_beside_copy_engines_s": seconds(beside_copy_engines, x, home),
-        "gemm_beside_kernels_s": seconds(lambda x, home: (gemm(x, home), home[wanted.reshape(-1)]), x, home),
-        "exposed_s": seconds(planned_beside, x, home, quota) - alone,
-        "exposed_if_before_s": seconds(planned_before, x, home, quota) - alone,
-        "planner_round_trip_s": seconds(lambda quota: greedy(placement, quota, RANKS, 1), quota),
-        "empty_program_s": seconds(lambda quota: quota + 1, quota),
+        "gemm_s": seconds["gemm"],
+        "copies_s": seconds["copies"],
+        "copies_bytes_per_s": copied / seconds["copies"],
+        "kernel_copy_bytes_per_s": copied / seconds["kernel copies"],
+        "gemm_beside_copy_engines_s": seconds["beside copy engines"],
+        "gemm_beside_kernels_s": seconds["beside kernels"],
+        "exposed_s": seconds["planned beside"] - seconds["gemm"],
+        "exposed_if_before_s": seconds["planned before"] - seconds["gemm"],
+        "planner_round_trip_s": seconds["planner"],
+        "empty_program_s": seconds["empty"],
     }
 
 
