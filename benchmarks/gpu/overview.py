@@ -44,7 +44,8 @@ def products(tables: Mapping[str, Table]) -> Table:
     for table in tables.values():
         for row in table.rows:
             at = dict(zip(table.columns, row, strict=True))
-            if at["skew"] != "even" or at["rows"] != at["buffer rows"]:
+            # A note is the reason of a wrong result.
+            if at["skew"] != "even" or at["rows"] != at["buffer rows"] or at[""]:
                 continue
             of_case = rates.setdefault(tuple(at[name] for name in ("model", "product", "kind", "rows")), {})
             title = next((one for one, kernel in PRODUCTS.items() if kernel == (at["backend"], at["tiles"])), None)

@@ -7,7 +7,7 @@ from math import prod
 
 from benchmarks.gpu import comparison
 from benchmarks.gpu.clocks import Clocks
-from benchmarks.gpu.comparison import EVEN, LAYERS, ONE_ROUND, PEAK_FLOPS, PROFILED, SKEWS, TINY, Layer, Prepared
+from benchmarks.gpu.comparison import EVEN, LAYERS, ONE_ROUND, PROFILED, SKEWS, TINY, Layer, Prepared
 from benchmarks.gpu.device import kernel_seconds
 from benchmarks.gpu.findings import Check, Finding, Scale
 from benchmarks.render.results import Table, Value
@@ -18,8 +18,8 @@ ACTIVATIONS = "activations and masks"
 REPLICAS, WEIGHTS = "replicas and their gradients", "weights joined, transposed, and split"
 SMALL, OTHER = "sort, addresses and other small ones", "others"
 
-FLOP_PER_WEIGHT = 22
-"""Operations per row and `H x F` with the rematerialized products of `up` and `gate`."""
+REMATERIALIZED = 4
+"""Further operations per row and `H x F`: the products of `up` and `gate`, unless a system saves the activations."""
 
 SMALL_BYTES = 4_000_000
 """Results below this size hold no rows and no weights."""
@@ -76,6 +76,8 @@ def kernels_of(ready: Prepared, name: str, skew: float | str, scale: Scale) -> l
     if reason := ready.programs.reasons.get(name):
         raise RuntimeError(reason)
     compiled, calls = ready.programs.profiled[name], scale.of(CALLS, 1)
+    if isinstance(compiled, Exception):
+        raise compiled
     inputs = ready.inputs[name, skew][0]
     both = {WHOLE: partial(compiled, inputs), WITH_GRAPHS: partial(ready.programs.compiled[name], inputs)}
     with Clocks() as clocks:
@@ -88,9 +90,15 @@ def kernels_of(ready: Prepared, name: str, skew: float | str, scale: Scale) -> l
         rows.append([*start, part, kernel, result, len(seconds) / calls, 1e3 * sum(seconds) / calls])
     rows.sort(key=lambda row: -float(row[-1]))  # type: ignore[arg-type]
     busiest = comparison.busiest_of(ready, name, skew)
-    least = 1e3 * FLOP_PER_WEIGHT * busiest * ready.layer.hidden * ready.layer.inner / PEAK_FLOPS
-    ends = {part: one.median for part, one in times.items()} | {FLOOR: least}
+    ends = {part: one.median for part, one in times.items()} | {FLOOR: floor_ms(ready.layer, name, busiest)}
     return rows + [[*start, part, "", "", None, ms] for part, ms in ends.items()]
+
+
+def floor_ms(layer: Layer, name: str, rows: int) -> float:
+    """Return the milliseconds of the products of a system for a number of rows, at the peak rate."""
+    saved = comparison.variants(layer)[name].system.dispatch.saved
+    per_weight = comparison.FLOP_PER_WEIGHT + (0 if saved.hidden else REMATERIALIZED)
+    return 1e3 * per_weight * rows * layer.hidden * layer.inner / comparison.PEAK_FLOPS
 
 
 def by_part(rows: list[list[Value]], name: str) -> dict[str, float]:
@@ -110,14 +118,16 @@ def products_take_most(name: str) -> Check:
             return Finding(None, "not in a dry run")
         layer: Layer = scale.of(LAYERS[name], TINY)
         rows: list[list[Value]] = []
+        reasons: list[str] = []
         for skew in (SKEWS[0], EVEN):
             for system in PROFILED:
-                rows += kernels_of(comparison.prepared(layer), system, skew, scale)
+                with comparison.attempt(reasons.append):
+                    rows += kernels_of(comparison.prepared(layer), system, skew, scale)
                 scale.keep(Table(COLUMNS, rows))
         parts = by_part(rows, ONE_ROUND)
-        whole = next(float(row[-1]) for row in rows if row[:3] == [HIGHEST, ONE_ROUND, WHOLE])  # type: ignore[arg-type]
         if not parts:
-            return Finding(None, "the profile has no kernels", Table(COLUMNS, rows))
+            return Finding(None, "; ".join(reasons) or "the profile has no kernels", Table(COLUMNS, rows))
+        whole = next(float(row[-1]) for row in rows if row[:3] == [HIGHEST, ONE_ROUND, WHOLE])  # type: ignore[arg-type]
         texts = [f"{part} {ms:.2f}" for part, ms in parts.items()]
         found = f"{whole:.2f} ms, of them {'; '.join(texts)}; idle {whole - sum(parts.values()):.2f}"
         return Finding(parts.get(PRODUCTS, 0.0) > whole / 2, found, Table(COLUMNS, rows))

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.gpu.clocks import Clocks
+from benchmarks.gpu.device import gpu_kind
 from benchmarks.gpu.findings import Check, Finding, Scale
 from benchmarks.gpu.kit import Program, Programs, compile_all
 from benchmarks.render.results import Table, Value
@@ -246,8 +247,8 @@ class Clock:
 
 
 def floor_s(product: Product, sizes: np.ndarray) -> float:
-    """Return the least seconds of a product on an H100: of its operations, or of reading and writing all arrays."""
-    (inner, outer), gpu = product.widths, GPUS["h100"]
+    """Return the least seconds of a product on this GPU: of its operations, or of reading and writing all arrays."""
+    (inner, outer), gpu = product.widths, GPUS[gpu_kind() or "h100"]
     groups = product.all_groups if product.kind == "outer" else np.count_nonzero(sizes)
     moved = BF16.itemsize * (sizes.sum() * (inner + outer) + groups * inner * outer)
     return float(max(moved / gpu.bytes_per_s, 2 * sizes.sum() * inner * outer / gpu.flops_per_s))

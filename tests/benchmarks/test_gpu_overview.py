@@ -12,6 +12,7 @@ def row(kernel, tflops, skew="even"):
 def test_products_have_a_column_per_kernel():
     rows = [row(kernel, float(i)) for i, kernel in enumerate(PRODUCTS.values())]
     rows += [row(("another kernel", "128 x 64"), 9.0), row(PRODUCTS["default"], 9.0, "hot")]
+    rows += [[*row(PRODUCTS["default"], 9.0)[:-1], "wrong: differs by 1"]]
     found = overview({"fastest-a-8192": Table(tiles.COLUMNS, rows), "gemm": Table({"": ""}, [["kept"]])})
     assert found["products"].rows == [["Mixtral-8x7B", "up", "product", 8192, 8192, 0.0, 1.0, 2.0, 3.0, 4.0]]
     assert set(found) == {"products", "gemm"}

@@ -55,3 +55,8 @@ def test_times_are_summed_by_part():
         ["4", "exact", kernels.WHOLE, "", "", None, 8.0],
     ]
     assert list(kernels.by_part(rows, "exact").items()) == [(kernels.PRODUCTS, 5.0), (kernels.SUMS, 1.0)]
+
+
+def test_saved_activations_are_not_multiplied_again():
+    rematerialized, saved = (kernels.floor_ms(kernels.TINY, name, 1000) for name in kernels.PROFILED[::2])
+    assert rematerialized / saved == pytest.approx(22 / 18)
