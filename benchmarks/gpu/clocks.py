@@ -37,7 +37,7 @@ class Clocks:
 
     def __enter__(self) -> "Clocks":
         command = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(QUERY)}"]
-        command += ["--format=csv,noheader,nounits", f"-lms={PERIOD_MS}"]
+        command += ["--format=csv,noheader,nounits", f"--loop-ms={PERIOD_MS}"]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
         with suppress(OSError):
             self._process = subprocess.Popen(command, **pipes)

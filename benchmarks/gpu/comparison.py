@@ -42,6 +42,9 @@ SKEWS: tuple[float | str, ...] = (4.0, EVEN, 1.2, 1.05, 2.0, 1.5, 1.1, 1.35, 3.0
 BATCHES, BATCH_MS, MOST_CALLS = 5, 40.0, 8
 """Timed batches, least milliseconds of one, and most calls in it."""
 
+LAYER_S = 30.0
+"""Seconds of a layer after which no further skew is measured: all layers share the limit of their part."""
+
 FLOP_PER_WEIGHT = 18
 """Operations of a SwiGLU expert per row and `H x F`: three products forward and six backward, two operations each."""
 
@@ -269,15 +272,17 @@ class Programs:
         self.reasons: dict[str, str] = {}
         self.peak_gb: dict[str, float | None] = {}
         self.compiled: dict[str, Compiled] = {}
-        self.profiled: dict[str, Compiled] = {}
+        self.profiled: dict[str, Compiled | Exception] = {}
         on_gpu = jax.default_backend() == "gpu"
         for (_, name, has_graphs), one in compile_all(rank_programs(layer, PROFILED if on_gpu else ())).items():
-            if isinstance(one, Exception):
+            if not has_graphs:
+                self.profiled[name] = one
+            elif isinstance(one, Exception):
                 self.reasons[name] = in_words(one)
             else:
-                (self.compiled if has_graphs else self.profiled)[name] = one
+                self.compiled[name] = one
         if not on_gpu:
-            self.profiled = self.compiled
+            self.profiled |= self.compiled
         for name in sorted(self.compiled, key=self.compiled_bytes):
             with attempt(partial(self.reasons.__setitem__, name)):
                 self._run_first(name, first[name])
@@ -424,8 +429,11 @@ def measured(ready: Prepared, skew: float | str, scale: Scale, clocks: Clocks) -
         for rank, one in enumerate(ready.inputs[name, skew])
     }
     times: dict[tuple[str, int], Timed] = {}
+    for (name, _), call in calls.items():
+        with attempt(partial(reasons.__setitem__, name)):
+            jax.block_until_ready(call())
     with attempt(lambda reason: reasons.update({name: reasons[name] or reason for name in names})):
-        times = times_of(calls, scale, clocks)
+        times = times_of({key: call for key, call in calls.items() if not reasons[key[0]]}, scale, clocks)
     return [_row(ready, name, skew, times, reasons[name]) for name in names]
 
 
@@ -444,11 +452,12 @@ def _row(
 
 
 def rows_of(layer: Layer, scale: Scale) -> Iterator[list[list[Value]]]:
-    """Yield the rows of each skew, the most valuable first."""
-    ready = prepared(layer)
+    """Yield the rows of each skew, the most valuable first, as long as others have time."""
+    ready, begin = prepared(layer), time.monotonic()
     with Clocks() as clocks:
         for skew in scale.of(SKEWS, SKEWS[:2]):
-            yield measured(ready, skew, scale, clocks)
+            if time.monotonic() - begin < LAYER_S:
+                yield measured(ready, skew, scale, clocks)
 
 
 def balanced_is_faster(name: str) -> Check:

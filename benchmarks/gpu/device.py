@@ -16,9 +16,13 @@ from jax_moe_lb.aot.targets import GPUS
 
 def gpu_kind() -> str | None:
     """Return the name of this GPU in `aot.targets.GPUS`; `None` if it has none."""
-    kind = jax.devices()[0].device_kind.lower()
+    return kind_in(jax.devices()[0].device_kind)
+
+
+def kind_in(text: str) -> str | None:
+    """Return the name of the GPU in a text, as in `aot.targets.GPUS`; `None` if there is none."""
     # The longest name first: a GB200 is no B200.
-    return next((name for name in sorted(GPUS, key=len, reverse=True) if name in kind), None)
+    return next((name for name in sorted(GPUS, key=len, reverse=True) if name in text.lower()), None)
 
 
 def kernel_seconds(run: Callable[[], object], calls: int) -> dict[str, list[float]]:

@@ -7,6 +7,7 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,23 +42,27 @@ DEFAULTS = "eps = 0.01, localize"
 
 def tables(path: Path = RESULTS) -> Mapping[str, list[dict[str, Any]]]:
     """Return the rows of each table of the run, by column."""
-    found = json.loads(path.read_text())["gpu"]["tables"]
+    found = json.loads(path.read_text())[path.stem]["tables"]
     return {
         name: [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]] for name, table in found.items()
     }
 
 
 def measured(run: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Return the rates of a run, by their names in the file of the device."""
-    share = memory_share(run["timeline"])
-    return {
-        "dense": 1e12 * statistics.median(row["dense, cuBLAS"] for row in run["products"]),
-        "grouped": {kind: 1e12 * rate for kind, rate in by_kind(run["products"]).items()},
-        "experts": experts(run["products"], share),
-        "memory_share": share,
-        "planner_kernel": planner_kernel(run["planner-time"]),
-        "small_operations": small_operations(run),
+    """Return the rates of a run by their names in the file of the device, without those of tables that it lacks."""
+    rates = {
+        "dense": lambda: 1e12 * statistics.median(row["dense, cuBLAS"] for row in run["products"]),
+        "grouped": lambda: {kind: 1e12 * rate for kind, rate in by_kind(run["products"]).items()},
+        "experts": lambda: experts(run["products"], memory_share(run["timeline"])),
+        "memory_share": lambda: memory_share(run["timeline"]),
+        "planner_kernel": lambda: planner_kernel(run["planner-time"]),
+        "small_operations": lambda: small_operations(run),
     }
+    found: dict[str, Any] = {}
+    for name, rate in rates.items():
+        with suppress(KeyError):
+            found[name] = rate()
+    return found
 
 
 def by_kind(products: list[dict[str, Any]]) -> dict[str, float]:

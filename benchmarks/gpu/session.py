@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ from benchmarks.render.results import load, save
 
 DRY_RUN_LIMIT_S = 600.0
 
-WAIT_S = 45.0
+WAIT_S = 20.0
 """Seconds that steps of a rank may compile after the checks before them."""
 
 THREADS = 4
@@ -148,19 +149,26 @@ def _run_items(
 ) -> bool:
     failed = False
     for item in items:
-        path = folder / f"{item.part}.json"
         if wait is not None and item.part == STEPS_OF_RANKS:
             wait()
-        todo = set(runner.remaining(item.part, path, again))
-        names, begin = [one for one in item.claims() if one in todo], time.monotonic()
-        limit_s = DRY_RUN_LIMIT_S if dry_run else item.limit_s
-        runner.run_part(item.part, names, path, dry_run=dry_run, limit_s=limit_s)
-        rows = [row for row in read_rows(path).values() if row.claim in names]
-        print(f"{item.part}: {len(rows)} claims in {time.monotonic() - begin:.0f} s", flush=True)
-        if item.part == "kit" and any(row.outcome == FALSE for row in rows):
-            kit.disable()
-        failed |= any(row.found.startswith(DRY_RUN_FAILED) for row in rows)
+        try:
+            failed |= _run_item(item, folder / f"{item.part}.json", again, dry_run=dry_run)
+        except Exception:  # the other parts have little time, too
+            traceback.print_exc()
+            failed = True
     return failed
+
+
+def _run_item(item: Item, path: Path, again: list[str], *, dry_run: bool) -> bool:
+    todo = set(runner.remaining(item.part, path, again))
+    names, begin = [one for one in item.claims() if one in todo], time.monotonic()
+    limit_s = DRY_RUN_LIMIT_S if dry_run else item.limit_s
+    runner.run_part(item.part, names, path, dry_run=dry_run, limit_s=limit_s)
+    rows = [row for row in read_rows(path).values() if row.claim in names]
+    print(f"{item.part}: {len(rows)} claims in {time.monotonic() - begin:.0f} s", flush=True)
+    if item.part == "kit" and any(row.outcome == FALSE for row in rows):
+        kit.disable()
+    return any(row.found.startswith(DRY_RUN_FAILED) for row in rows)
 
 
 def collect(folder: Path, out: Path) -> None:

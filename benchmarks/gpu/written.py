@@ -2,7 +2,8 @@
 
     python -m benchmarks.gpu.written FOLDER...   # folders of `benchmarks.gpu.session`, the latest last
 
-Results that the folders do not have remain. A value that was measured is no longer marked as assumed.
+Results that the folders do not have remain. A value that was measured is no longer marked as assumed. If `gpu.json`
+is of another GPU, results go to `gpu_KIND.json`.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from typing import Any
 
 from benchmarks.gpu import runner
 from benchmarks.gpu.claims import PARTS
+from benchmarks.gpu.device import kind_in
 from benchmarks.gpu.findings import CLAIMS, FALSE, NOT_REACHED, TRUE, read_rows
 from benchmarks.gpu.measured_rates import measured
 from benchmarks.gpu.measured_rates import tables as tables_of
@@ -22,8 +24,7 @@ from benchmarks.gpu.overview import overview
 from benchmarks.gpu.products import named
 from benchmarks.gpu.tiles import TABLE
 from benchmarks.render.documents import RESULTS, ROOT, rendered, write_documents
-from benchmarks.render.results import Table, load, save
-from jax_moe_lb.aot.targets import GPUS
+from benchmarks.render.results import Table, load, read, save
 from jax_moe_lb.kernels.backends import KINDS
 
 DEVICES = ROOT / "jax_moe_lb" / "core" / "devices"
@@ -39,6 +40,16 @@ UNITS = {
 """Units and formats of the values of `measured_rates` in the file of a device."""
 
 SOURCE = "docs/results/gpu.md, by python -m benchmarks.gpu.measured_rates"
+
+
+def file_of(folders: Sequence[Path], out: Path) -> Path:
+    """Return the file for the results of some folders: `out`, or one of their GPU if `out` is of another one."""
+    devices = [
+        row.device for folder in folders for part in PARTS for row in read_rows(folder / f"{part}.json").values()
+    ]
+    known = kind_in(read(out)[out.stem].machine) if out.exists() else None
+    kind = next(filter(None, map(kind_in, devices)), known)
+    return out if kind == known or known is None else out.with_name(f"{out.stem}_{kind}.json")
 
 
 def merged(folders: Sequence[Path], old: Path) -> tuple[dict[str, Table], str]:
@@ -123,9 +134,10 @@ def _with_line(text: str, table: str, key: str, value: str) -> str:
 
 def write(folders: Sequence[Path], out: Path, target: Path, rated: Path | None = None) -> None:
     """Write the results and the rates of the device."""
+    out = file_of(folders, out)
     tables, device = merged(folders, out)
     save(tables, out, device)
-    kind = next((name for name in sorted(GPUS, key=len, reverse=True) if name in device.lower()), "h100")
+    kind = kind_in(device) or "h100"
     values = device_values(measured(tables_of(rated or out)), kernel_rates(folders))
     target.joinpath(f"{kind}.toml").write_text(with_values((DEVICES / f"{kind}.toml").read_text(), values))
 

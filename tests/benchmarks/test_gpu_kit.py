@@ -1,15 +1,17 @@
 """Stored programs load and run, sessions check the most valuable claims, and results reach all files."""
 
 import tomllib
+from types import SimpleNamespace
+from unittest.mock import MagicMock as Mock
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.gpu import ahead, kit, runner, session, written
+from benchmarks.gpu import ahead, comparison, kit, runner, session, written
 from benchmarks.gpu.claims import PARTS
 from benchmarks.gpu.clocks import Clocks
-from benchmarks.gpu.comparison import Timed, times_of
+from benchmarks.gpu.comparison import TINY, Served, Timed, times_of
 from benchmarks.gpu.counters import read_counters
 from benchmarks.gpu.findings import CLAIMS, FALSE, NOT_REACHED, TRUE, Finding, Row, Scale, read_rows, write_row
 from benchmarks.gpu.kit import Program
@@ -70,8 +72,23 @@ def test_no_program_is_loaded_after_a_failed_first_load(tmp_path, monkeypatch):
     assert kit.load("twice") is None
 
 
+def test_a_part_that_fails_does_not_end_the_others(tmp_path, monkeypatch, capsys):
+    called = []
+
+    def run_part(part, *_, **__):
+        called.append(part)
+        if part == "kit":
+            raise OSError("no space")
+
+    monkeypatch.setattr(runner, "run_part", run_part)
+    items = [session.Item("kit", 1.0), session.Item("device", 1.0)]
+    assert session._run_items(items, tmp_path, None, [], dry_run=False)
+    assert called == ["kit", "device"]
+    assert "no space" in capsys.readouterr().err
+
+
 def test_sessions_stay_below_their_limits_and_the_rest_has_all_other_claims():
-    assert sum(item.limit_s for item in session.SESSIONS["first"]) <= 8 * 60
+    assert sum(item.limit_s for item in session.SESSIONS["first"]) + session.WAIT_S <= 8 * 60
     assert sum(item.limit_s for item in session.SESSIONS["second"]) <= 4 * 60
     items = [*(item for items in session.SESSIONS.values() for item in items), *session.rest()]
     names = [name for item in items for name in item.claims()]
@@ -90,6 +107,33 @@ def test_programs_take_turns():
     assert set(found) == {"a", "b"}
     assert all(isinstance(one, Timed) and one.mhz is None for one in found.values())
     assert called[-2:] == ["b", "a"]
+
+
+def test_a_program_that_fails_at_a_skew_leaves_the_others(monkeypatch):
+    names = [comparison.PLAIN, comparison.ONE_ROUND]
+    monkeypatch.setattr(comparison, "variants", lambda layer, of=comparison.variants: {n: of(layer)[n] for n in names})
+    served = {(n, "even"): Served.of(TINY, one, "even") for n, one in comparison.variants(TINY).items()}
+    programs = SimpleNamespace(
+        compiled={names[0]: lambda _: jnp.ones(1), names[1]: Mock(side_effect=RuntimeError("out of memory"))},
+        reasons={},
+        peak_gb={},
+        compiled_bytes=lambda name: 0,
+    )
+    ready = comparison.Prepared(TINY, programs, served, {key: [None] for key in served})
+    found = comparison.measured(ready, "even", Scale(True), Clocks())
+    assert [row[comparison.TIME] is None for row in found] == [False, True]
+    assert [row[-1] for row in found] == ["", "RuntimeError: out of memory"]
+
+
+def test_a_failed_profile_does_not_fail_the_program_itself(monkeypatch):
+    programs = {key: ValueError("no kernel") if not key[2] else None for key in comparison.rank_programs(TINY)}
+    monkeypatch.setattr(comparison, "compile_all", lambda _: programs)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(comparison.Programs, "compiled_bytes", lambda self, name: 0)
+    monkeypatch.setattr(comparison.Programs, "_run_first", lambda self, name, inputs: None)
+    found = comparison.Programs(TINY, Mock())
+    assert found.reasons == {}
+    assert {type(one) for one in found.profiled.values()} == {ValueError}
 
 
 def test_counters_are_read_after_other_lines():
@@ -170,3 +214,22 @@ def test_results_of_a_run_keep_those_that_it_did_not_reach(tmp_path, monkeypatch
     assert tables["gemm"].rows == [["kept"]]
     assert tables[names[0]].rows == [["new"]]
     assert read_rows(run / "copies.json")[names[0]].device == "1 x H100"
+
+
+def test_results_of_another_gpu_have_a_file_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(written, "measured", lambda run: {})
+    old = tmp_path / "gpu.json"
+    save({CLAIMS: Table(dict.fromkeys(("part", "name", "claim", "outcome", "found"), ""), [])}, old, "1 x NVIDIA H100")
+    before, run = old.read_text(), tmp_path / "first"
+    write_row(
+        run / "copies.json", Row("gemm", TRUE, "found", 1.0, "1 x NVIDIA H200", "", ""), Table({"": ""}, [["new"]])
+    )
+    written.write([run], old, tmp_path)
+    assert old.read_text() == before
+    assert load(tmp_path / "gpu_h200.json")["gemm"].rows == [["new"]]
+
+
+def test_rates_of_tables_that_were_not_reached_are_left_out():
+    run = dict(written.tables_of())
+    del run["planner-time"], run["timeline"]
+    assert set(written.measured(run)) == {"dense", "grouped", "small_operations"}
