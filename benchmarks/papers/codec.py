@@ -29,6 +29,7 @@ from models.data.corpus import Corpus
 from models.data.sources import default_corpus
 from models.mesh import make_mesh, place_batch
 from models.settings import updated
+from models.training.loop import mean_loss
 from models.training.step import Programs, make_programs
 
 CODECS = {
@@ -93,7 +94,7 @@ def train_from(
         state, loss, *_ = programs.step(state, place_batch(tokens, mesh))
         losses.append(float(loss))
     batches = corpus.validation_batches(config.validation.batches, config.batch.size, config.batch.sequence_length)
-    return losses, float(np.mean([float(programs.evaluate(state, place_batch(batch, mesh))) for batch in batches]))
+    return losses, mean_loss(programs.evaluate, batches, mesh)(state)
 
 
 def table(results: Mapping[str, np.ndarray]) -> Table:

@@ -47,6 +47,7 @@ from benchmarks.render.results import Table, Value, spread
 from jax_moe_lb import plain, use_virtual_cpu_devices
 from models.mesh import make_mesh, place_batch
 from models.pretrained.generation import Generator, Sampling
+from models.training.loop import mean_loss
 
 LOSSES = {
     "run": "",
@@ -130,8 +131,8 @@ def train(program: Program, workload: Workload, seed: int) -> Curve:
         means = np.sum(stats.dropped), np.mean(stats.imbalance_before), np.mean(stats.imbalance_after)
         rows.append((float(loss), *means, np.max(stats.rounds), np.asarray(stats.counts).reshape(shape)))
     held_out = workload.corpus(workload.steps - 1).validation_batches(VALIDATION, *sizes)
-    losses = [program.evaluate(states["own"], place_batch(batch, program.mesh)) for batch in held_out]
-    return Curve(*map(np.stack, zip(*rows, strict=True)), validation=np.mean(losses))
+    validation = mean_loss(program.evaluate, held_out, program.mesh)(states["own"])
+    return Curve(*map(np.stack, zip(*rows, strict=True)), validation=np.float64(validation))
 
 
 PROMPT, SAMPLES, ROLLOUT_STEPS = 32, 4, 20

@@ -1,5 +1,7 @@
 """Tables of training on four ranks, from small measurements."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -27,9 +29,13 @@ from benchmarks.network.training_runs import (
 from benchmarks.network.training_speed import COMPARED, elapsed_s, over_headroom, speeds, workloads
 from benchmarks.network.whole_runs import BLOCK, SMALL
 from benchmarks.network.whole_runs import table as whole_runs
+from benchmarks.papers.codec import train_from
 from benchmarks.render.results import Table, Value
 from benchmarks.training.curves import balances, losses
 from jax_moe_lb.routing.more_routers import within_capacity
+from models.config import ParallelConfig
+from models.data.marks import CONTEXT
+from models.mesh import make_mesh
 
 PREDICTED = Table(
     {"Mbit/s": "", "routing": "", "system": "", "imbalance before": "", "after": "", "predicted ms": ""},
@@ -185,3 +191,13 @@ def test_the_balance_of_a_workload_is_that_of_its_second_half():
     of.counts[2:, :, :, :2] = 128
     of.counts[2:, 0, :, 2:] = 0
     assert balances({(TEXT, "plain"): of}).rows == [[TEXT, "plain", 2.8, 4.0, 4.0]]
+
+
+def test_the_validation_loss_of_a_codec_weighs_batches_by_their_predicted_tokens():
+    batches = [np.array([[1, 2, 3]] * 8, np.int32), np.array([[1, 2 + CONTEXT, 3]] * 8, np.int32)]
+    corpus = SimpleNamespace(validation_batches=lambda *sizes: batches)
+    programs = SimpleNamespace(evaluate=lambda losses, batch: next(losses))
+    sizes = {"validation": SimpleNamespace(batches=2), "batch": SimpleNamespace(size=8, sequence_length=2)}
+    config = SimpleNamespace(steps=0, **sizes)
+    found = train_from(iter([1.0, 4.0]), programs, config, make_mesh(ParallelConfig()), corpus)
+    assert found == ([], pytest.approx(2.0))
