@@ -151,8 +151,7 @@ def compared(case: Case, compiled_bytes: float) -> list[Any]:
 
 def compiled_gb(path: Path) -> dict[str, float]:
     """Return the memory of each program in an earlier run."""
-    table = load(path)["compared"]
-    return {row[0]: row[list(table.columns).index("compiled GB")] for row in table.rows}
+    return {row["layers"]: row["compiled GB"] for row in load(path)["compared"].dicts()}
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -23,15 +23,8 @@ from jax_moe_lb.sim.work import layer_work
 OWN = ", own kernels"
 """Mark of systems whose kernels read weights in place; others join them."""
 
-COLUMNS = {
-    "layer": "",
-    "skew": "",
-    "system": "",
-    "load / mean": ".2f",
-    "measured ms": ".2f",
-    "simulated ms": ".2f",
-    "deviation %": "+.1f",
-}
+COLUMNS = {"layer": "", "skew": "", "system": "", "load / mean": ".2f"}
+COLUMNS |= {"measured ms": ".2f", "simulated ms": ".2f", "deviation %": "+.1f"}
 
 
 def machine(layer: Layer, *, joins: bool) -> Cluster:

@@ -15,6 +15,7 @@ from benchmarks.gpu.comparison import SKEWS
 from benchmarks.gpu.overview import EXPERT_ROWS
 from benchmarks.gpu.rank_kernels import FLOOR, OTHER, SMALL, WHOLE, WITH_GRAPHS
 from benchmarks.gpu.tiles import MODELS
+from benchmarks.render.results import load
 from jax_moe_lb.aot.targets import GPUS
 from jax_moe_lb.sim.hbm import HIDDEN_ARRAYS
 
@@ -42,10 +43,7 @@ DEFAULTS = "eps = 0.01, localize"
 
 def tables(path: Path = RESULTS) -> Mapping[str, list[dict[str, Any]]]:
     """Return the rows of each table of the run, by column."""
-    found = json.loads(path.read_text())[path.stem]["tables"]
-    return {
-        name: [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]] for name, table in found.items()
-    }
+    return {name: table.dicts() for name, table in load(path).items()}
 
 
 def measured(run: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:

@@ -42,8 +42,7 @@ def products(tables: Mapping[str, Table]) -> Table:
     """Return the rates of grouped products at even rows that fill the buffer, by model and kind."""
     rates: dict[tuple[Value, ...], dict[str, Value]] = {}
     for table in tables.values():
-        for row in table.rows:
-            at = dict(zip(table.columns, row, strict=True))
+        for at in table.dicts():
             # A note is the reason of a wrong result.
             if at["skew"] != "even" or at["rows"] != at["buffer rows"] or at[""]:
                 continue
@@ -70,10 +69,9 @@ def parts(tables: Mapping[str, Table]) -> Table:
     """Return the time of each part of a rank's layer at the highest skew, by layer and system."""
     sums: dict[tuple[str, ...], float] = {}
     for name, table in tables.items():
-        for row in table.rows:
-            at = dict(zip(table.columns, row, strict=True))
+        for at in table.dicts():
             if at["skew"] == HIGHEST:
-                key = name.removeprefix("rank-kernels-"), str(at["system"]), str(at["part"])
-                sums[key] = sums.get(key, 0.0) + float(at["ms"])  # type: ignore[arg-type]
+                key = name.removeprefix("rank-kernels-"), at["system"], at["part"]
+                sums[key] = sums.get(key, 0.0) + at["ms"]
     columns = dict.fromkeys(("layer", "system", "part"), "") | {"ms": ".2f"}
     return Table(columns, [[*key, ms] for key, ms in sums.items()])

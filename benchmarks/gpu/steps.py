@@ -112,22 +112,9 @@ CASES = {
 }
 """Cases by growing memory, since an allocator keeps its peak."""
 
-TINY = StepCase(
-    "Qwen3-30B-A3B",
-    2,
-    4,
-    256,
-    fields={
-        "hidden_size": 256,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-        "head_dim": 64,
-        "moe_intermediate_size": 128,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-)
+_SIZES = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "head_dim": 64}
+_EXPERTS = {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2}
+TINY = StepCase("Qwen3-30B-A3B", 2, 4, 256, fields=_SIZES | _EXPERTS)
 """Case of a dry run."""
 
 

@@ -7,6 +7,7 @@ first, in threads, and then timed. The result of each for the first group is com
 import faulthandler
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -115,16 +116,8 @@ def _tokamax(product: Product, left: Any, right: Any, groups: RowGroups) -> Any:
     from tokamax._src.ops.ragged_dot import pallas_mosaic_gpu
 
     op = pallas_mosaic_gpu.PallasMosaicGpuRaggedDot
-    config = op.config_cls(
-        block_m=128,
-        block_n=128,
-        block_k=64,
-        num_stages=4,
-        split_k=1,
-        persistent=True,
-        grid_minor_dim=1,
-        grid_tile_width=4,
-    )
+    tiles = {"block_m": 128, "block_n": 128, "block_k": 64, "num_stages": 4, "split_k": 1}
+    config = op.config_cls(**tiles, persistent=True, grid_minor_dim=1, grid_tile_width=4)
     return tokamax.ragged_dot_general(
         left,
         right,
@@ -254,14 +247,8 @@ def floor_s(product: Product, sizes: np.ndarray) -> float:
     return float(max(moved / gpu.bytes_per_s, 2 * sizes.sum() * inner * outer / gpu.flops_per_s))
 
 
-COLUMNS = dict.fromkeys(("model", "product", "kind", "buffer rows", "rows", "skew", "backend", "tiles"), "") | {
-    "us": ".1f",
-    "TFLOP/s": ".0f",
-    "share of dense": ".2f",
-    "floor us": ".1f",
-    "SM MHz": ".0f",
-    "": "",
-}
+COLUMNS = dict.fromkeys(("model", "product", "kind", "buffer rows", "rows", "skew", "backend", "tiles"), "")
+COLUMNS |= {"us": ".1f", "TFLOP/s": ".0f", "share of dense": ".2f", "floor us": ".1f", "SM MHz": ".0f", "": ""}
 
 
 def model_programs(model: Model) -> Programs:
@@ -339,18 +326,16 @@ def _measure(
 def _finding(rows: list[list[Value]], every: Sequence[Case]) -> Finding:
     slow, reached = [], 0
     chosen = {(one.name, one.product.kind): choose_backend(one.product, "cuda").backend.name for one in every}
-    at = {title: place for place, title in enumerate(COLUMNS)}
-    groups: dict[tuple[Any, ...], list[list[Value]]] = {}
-    for row in rows:
-        if row[at["us"]] is not None and not row[at[""]] and row[at["backend"]] != DENSE:
-            groups.setdefault(tuple(row[: at["backend"]]), []).append(row)
-    for key, found in groups.items():
-        best: Any = min(found, key=lambda row: row[at["us"]])  # type: ignore[arg-type,return-value]
-        mine = [row for row in found if row[at["backend"]] == chosen[key[1], key[2]] and row[at["tiles"]] == TABLE]
-        for row in mine:
+    table, groups = Table(COLUMNS, rows), defaultdict(list)
+    for row in table.dicts():
+        if row["us"] is not None and not row[""] and row["backend"] != DENSE:
+            groups[row["product"], row["kind"], row["rows"], row["skew"]].append(row)
+    for (product, kind, number, skew), found in groups.items():
+        best = min(found, key=lambda row: row["us"])
+        for row in (row for row in found if (row["backend"], row["tiles"]) == (chosen[product, kind], TABLE)):
             reached += 1
-            if (times := row[at["us"]] / best[at["us"]]) > WITHIN:  # type: ignore[operator]
-                slow.append(f"{key[2]} {key[1]}, {key[4]} rows, {key[5]}: {times:.2f} x {best[6]} {best[7]}")
-    holds = not slow if reached else None
+            if (times := row["us"] / best["us"]) > WITHIN:
+                other = f"{best['backend']} {best['tiles']}"
+                slow.append(f"{kind} {product}, {number} rows, {skew}: {times:.2f} x {other}")
     found_text = f"{len(slow)} of {reached} slower; {'; '.join(slow)}" if slow else f"{reached} products, see the table"
-    return Finding(holds, found_text[:1500], Table(COLUMNS, rows))
+    return Finding(not slow if reached else None, found_text[:1500], table)

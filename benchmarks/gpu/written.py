@@ -79,16 +79,13 @@ def _outcome(row: Sequence[Any], known: Mapping[Any, Sequence[Any]]) -> Sequence
 def kernel_rates(folders: Sequence[Path]) -> dict[tuple[str, str], float]:
     """Return the median TFLOP/s of each recorded kernel at even rows, by name and kind."""
     found: dict[tuple[str, str], list[float]] = {}
-    for path in (folder / "products.json" for folder in folders):
-        tables = load(path).values() if path.exists() else []
-        for table in tables:
-            for row in table.rows:
-                at = dict(zip(table.columns, row, strict=True))
-                # Only even loads and the tiles of the table are recorded.
-                if (at.get("skew"), at.get("tiles")) != ("even", TABLE) or at["TFLOP/s"] is None or at[""]:
-                    continue
-                if (name := named(str(at["backend"])).recorded) is not None:
-                    found.setdefault((name, str(at["kind"])), []).append(float(at["TFLOP/s"]))  # type: ignore[arg-type]
+    paths = [path for folder in folders if (path := folder / "products.json").exists()]
+    for at in (row for path in paths for table in load(path).values() for row in table.dicts()):
+        # Only even loads and the tiles of the table are recorded.
+        if (at.get("skew"), at.get("tiles")) != ("even", TABLE) or at["TFLOP/s"] is None or at[""]:
+            continue
+        if (name := named(at["backend"]).recorded) is not None:
+            found.setdefault((name, at["kind"]), []).append(at["TFLOP/s"])
     return {key: statistics.median(rates) for key, rates in found.items()}
 
 

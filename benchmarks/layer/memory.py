@@ -121,13 +121,8 @@ def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     args = arguments(mesh)
     runs = {name: compiled(layer(mesh, system), args) for name, system in systems.items()}
     times_s = interleaved_s({name: lambda run=run: run(*args) for name, (run, _) in runs.items()}, repeats=5)
-    columns = {
-        "system": "",
-        "rounds": "d",
-        "temporary MB per rank": ".1f",
-        "times the mean load": ".1f",
-        "step ms": ".0f",
-    }
+    columns = {"system": "", "rounds": "d", "temporary MB per rank": ".1f"}
+    columns |= {"times the mean load": ".1f", "step ms": ".0f"}
     steps = []
     for name, (run, _) in runs.items():
         temporary_bytes = run.memory_analysis().temp_size_in_bytes

@@ -40,16 +40,8 @@ def judged(tokens: np.ndarray, homes: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return domain_lower_bound(tokens, homes, TOPOLOGY), result(tokens, homes)
 
 
-COLUMNS = {
-    "homes from": "",
-    "loads": "",
-    "floor": ".4f",
-    "floor, worst": ".3f",
-    "result": ".4f",
-    "result, worst": ".3f",
-    "over the floor, %": ".3f",
-    "over the floor, worst, %": ".2f",
-}
+COLUMNS = {"homes from": "", "loads": "", "floor": ".4f", "floor, worst": ".3f", "result": ".4f"}
+COLUMNS |= {"result, worst": ".3f", "over the floor, %": ".3f", "over the floor, worst, %": ".2f"}
 
 
 def row_of(homes: str, loads: str, floor: np.ndarray, reached: np.ndarray) -> list[Value]:

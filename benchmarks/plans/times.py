@@ -86,21 +86,8 @@ def exact_times(layers: np.ndarray) -> Table:
 
 SIZES = ((8, 8), (8, 64), (8, 256), (32, 128), (64, 256), (128, 256), (256, 256))
 JNP_SIZES = ((8, 64), (32, 128))
-PLANNERS: tuple[Balancer, ...] = (
-    Exact(),
-    Greedy(),
-    UltraEP(),
-    EPLBPlus(),
-    EPLB(),
-    FasterMoE(),
-    FEPLB(),
-    RailS(),
-    LPLB(),
-    MoonEP(),
-    LLEP(),
-    ECHO(),
-    EPIC(),
-)
+PLANNERS: tuple[Balancer, ...] = (Exact(), Greedy(), UltraEP(), EPLBPlus(), EPLB(), FasterMoE(), FEPLB(), RailS())
+PLANNERS += (LPLB(), MoonEP(), LLEP(), ECHO(), EPIC())
 LOADS, REPEATS, TOKENS, SLOTS = 6, 40, 8192, 2
 SPREAD = 0.8
 """Standard deviation of the logarithm of the popularity of experts."""
@@ -145,11 +132,10 @@ def in_jnp_s(counts: Counts) -> float:
 
 def kernel_rows() -> Iterator[Row]:
     """Yield the rows of the kernel of `exact` with its default options, measured on a GPU."""
-    table = load(RESULTS / "gpu.json")["planner-time"]
-    for row in (dict(zip(table.columns, values, strict=True)) for values in table.rows):
+    for row in load(RESULTS / "gpu.json")["planner-time"].dicts():
         if row["options"] == "eps = 0.01, localize":
-            ranks, experts = map(int, str(row["ranks x experts"]).split(" x "))
-            yield "Exact", "one kernel", ranks, experts, 1e-6 * row["kernel us"]  # type: ignore[operator]
+            ranks, experts = map(int, row["ranks x experts"].split(" x "))
+            yield "Exact", "one kernel", ranks, experts, 1e-6 * row["kernel us"]
 
 
 def planner_rows(sizes: tuple[tuple[int, int], ...]) -> Iterator[Row]:

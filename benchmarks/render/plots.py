@@ -99,7 +99,7 @@ def deviations(tables: Sequence[Table]) -> Figure:
 
 def one_rank(table: Table, text: str) -> Figure:
     """Plot time and memory of the slowest rank under skew 4, and its time at an even load, as bars of each system."""
-    rows = {(row[0], row[1]): dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    rows = {(row["skew"], row["system"]): row for row in table.dicts()}
     skewed, even = ([rows[skew, system] for system in COMPARED] for skew in ("4", "even"))
     with _theme(text):
         figure = Figure(figsize=(8, 2.1), layout="constrained")

@@ -54,6 +54,10 @@ class Table:
             if len(row) != len(self.columns):
                 raise ValueError(f"a row has {len(row)} values, expected {len(self.columns)}: {row!r}")
 
+    def dicts(self) -> list[dict[str, Any]]:
+        """Return the values of each row by column."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
     def cells(self) -> list[list[str]]:
         """Return all rows as formatted cells."""
         forms = self.columns.values()
@@ -156,6 +160,13 @@ def save(tables: Mapping[str, Table], out: Path, accelerator: str = NO_ACCELERAT
     """Write a run with the name of the file; other runs of the file are kept."""
     stored = {name: _stored(table) for name, table in tables.items()}
     _write(_runs(out) | {out.stem: {**circumstances(accelerator), "tables": stored}}, out)
+
+
+def save_run(tables: Mapping[str, Table], name: str, path: Path) -> None:
+    """Write a run into a file of several."""
+    out = path.with_name(f"{name}.json")
+    save(tables, out)
+    merge(out, path)
 
 
 def load(path: Path) -> dict[str, Table]:
