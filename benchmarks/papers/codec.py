@@ -32,21 +32,10 @@ from models.settings import updated
 from models.training.loop import mean_loss
 from models.training.step import Programs, make_programs
 
-CODECS = {
-    "ratio 1": Codec(),
-    "ratio 10, shared": Codec(10.0, CodecBase.SHARED, 1.0),
-    "ratio 10, alone": Codec(10.0, CodecBase.ZERO, 1.0),
-    "ratio 10, remembered": Codec(10.0, CodecBase.REMEMBERED, 1.0),
-    "ratio 50, shared": Codec(50.0, CodecBase.SHARED, 1.0),
-    "ratio 50, alone": Codec(50.0, CodecBase.ZERO, 1.0),
-    "ratio 50, remembered": Codec(50.0, CodecBase.REMEMBERED, 1.0),
-}
-GRADIENT_CODECS = {
-    "whole": Codec(),
-    "gradients 5": Codec(gradient_ratio=5.0),
-    "gradients 10": Codec(gradient_ratio=10.0),
-    "gradients 50": Codec(gradient_ratio=50.0),
-}
+BASES = {"shared": CodecBase.SHARED, "alone": CodecBase.ZERO, "remembered": CodecBase.REMEMBERED}
+CODECS = {"ratio 1": Codec()}
+CODECS |= {f"ratio {r:g}, {name}": Codec(r, base, 1.0) for r in (10.0, 50.0) for name, base in BASES.items()}
+GRADIENT_CODECS = {"whole": Codec()} | {f"gradients {r:g}": Codec(gradient_ratio=r) for r in (5.0, 10.0, 50.0)}
 DOMAIN = 4
 """Devices of an expert domain."""
 

@@ -12,7 +12,7 @@ from jax_moe_lb.transport import Codec, CodecBase
 MIB = 2**20
 GPUS = 8
 BLOCKS, HIDDEN, SEQUENCE = 12, 768, 256
-EXPERTS, EXPERT_BYTES = 32, 18 * MIB
+EXPERTS, EXPERT_MB = 32, 18
 """Expert size of Table V in float32; a fiftieth of it is the paper's 0.36 MB."""
 
 NO_CODEC, SR = Codec(), Codec(50.0, CodecBase.SHARED, gradient_ratio=1.0)
@@ -82,6 +82,15 @@ class Setting:
         )
 
 
+def layer_of(
+    setting: Setting, name: str, token_mb: float, expert_mb: float = EXPERT_MB, experts: int | None = None
+) -> tuple[ModelShape, Cluster]:
+    """Return the MoE layers and the cluster of a row of a table; one expert per rank by default."""
+    machine = setting.cluster(DATACENTERS[name])
+    shape = setting.model(token_mb * MIB, expert_mb * MIB, experts or machine.num_ranks, DATACENTERS[name])
+    return shape, machine
+
+
 def step(shape: ModelShape, machine: Cluster, migration: Migration = Migration()) -> Report:
     """Simulate a step with even gates, as assumed in the paper."""
     return simulate_uniform(shape, machine, migration=migration, step=STEP)
@@ -106,7 +115,7 @@ def fitted(assumed: Assumed = Assumed(), relative: bool = True, names: str = "ML
         rows = TUTEL[name]
         unit, datacenters = Setting(1e9, 0.0, assumed), DATACENTERS[name]
         for size, published_s in rows.items():
-            report = step(unit.model(size * MIB, EXPERT_BYTES, EXPERTS, datacenters), unit.cluster(datacenters))
+            report = step(*layer_of(unit, name, size, experts=EXPERTS))
             # The line is slow enough to determine the exchange time alone.
             line_s = sum(report.stages[stage].busy_s for stage in report.stages if stage.startswith(("disp", "comb")))
             points.append((datacenters, report.step_s - line_s, line_s * 1e9, published_s))

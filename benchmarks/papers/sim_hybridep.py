@@ -12,7 +12,6 @@ import numpy as np
 
 from benchmarks.papers.hybridep_clusters import (
     DATACENTERS,
-    EXPERT_BYTES,
     EXPERTS,
     GPUS,
     HIDDEN,
@@ -24,6 +23,7 @@ from benchmarks.papers.hybridep_clusters import (
     Setting,
     fitted,
     in_library,
+    layer_of,
     migration,
     step,
 )
@@ -67,9 +67,8 @@ def table_v(setting: Setting, names: str = "ML") -> list[Comparison]:
         "table_v_speedup", "Table V: speed-up of HybridEP over Tutel, of which Tutel's time was fitted"
     )
     for name in names:
-        machine = setting.cluster(DATACENTERS[name])
         for size, published_s in TUTEL[name].items():
-            label, shape = f"{name}, {size} MB", setting.model(size * MIB, EXPERT_BYTES, EXPERTS, DATACENTERS[name])
+            label, (shape, machine) = f"{name}, {size} MB", layer_of(setting, name, size, experts=EXPERTS)
             chosen = migration(shape, machine, SR)
             before_s, after_s = step(shape, machine).step_s, step(shape, machine, in_library(chosen)).step_s
             tutel.add(label, before_s, published_s, "s", fitted=True)
@@ -90,9 +89,8 @@ def table_v_fitted(setting: Setting) -> Table:
     """Return the least and the largest part of a predicted time that is one fitted number."""
     parts = []
     for name, rows in HYBRIDEP.items():
-        machine = setting.cluster(DATACENTERS[name])
         for size in rows:
-            shape = setting.model(size * MIB, EXPERT_BYTES, EXPERTS, DATACENTERS[name])
+            shape, machine = layer_of(setting, name, size, experts=EXPERTS)
             whole_s = step(shape, machine, in_library(migration(shape, machine, SR))).step_s
             parts.append(100 * shape.other_s / whole_s)
     title = "Table V, HybridEP: all-reduces outside the MoE layers, the fitted number, in % of a predicted time"
@@ -121,9 +119,8 @@ def table_v_forms(setting: Setting) -> Comparison:
     for form, way in ways.items():
         found = Comparison("", "")
         for name, rows in HYBRIDEP.items():
-            machine = setting.cluster(DATACENTERS[name])
             for size, published_s in rows.items():
-                shape = setting.model(size * MIB, EXPERT_BYTES, EXPERTS, DATACENTERS[name])
+                shape, machine = layer_of(setting, name, size, experts=EXPERTS)
                 sizes = migration(shape, machine, SR).domain_sizes
                 found.add("", step(shape, machine, way(sizes)).step_s, published_s)
         table.add(form, found.mean_deviation or 0.0)
@@ -179,9 +176,8 @@ def table_vi(setting: Setting) -> Comparison:
     table = Comparison("table_vi", "Table VI: domains alone, then with compression (nothing fitted)")
     for (tokens, expert), rows in ABLATION.items():
         for name, (alone_s, both_s, sizes) in rows.items():
-            machine = setting.cluster(DATACENTERS[name])
             # One expert per rank, as in the paper's model.
-            shape = setting.model(tokens * MIB, expert * MIB, machine.num_ranks, DATACENTERS[name])
+            shape, machine = layer_of(setting, name, tokens, expert)
             chosen = migration(shape, machine, NO_CODEC)
             alone, both = table_vi_steps(shape, machine, sizes)
             label = f"{name}, {tokens} & {expert} MB"
@@ -208,8 +204,7 @@ def table_vi_terms(setting: Setting) -> Table:
     pcie, s_times, starts_ms = setting.assumed.pcie_bytes_per_s, {}, []
     for (tokens, expert), published in ABLATION.items():
         for name, (alone_s, both_s, sizes) in published.items():
-            machine = setting.cluster(DATACENTERS[name])
-            shape = setting.model(tokens * MIB, expert * MIB, machine.num_ranks, DATACENTERS[name])
+            shape, machine = layer_of(setting, name, tokens, expert)
             alone, both = table_vi_steps(shape, machine, sizes)
             if name == "S":
                 s_times[tokens, expert] = both, both_s
@@ -267,9 +262,8 @@ def figure_13(setting: Setting) -> Comparison:
     )
     speedups = {}
     for name in DATACENTERS:
-        machine = setting.cluster(DATACENTERS[name])
         for expert in (32, 16, 8, 4, 2):
-            shape = setting.model(16 * MIB, expert * MIB, machine.num_ranks, DATACENTERS[name])
+            shape, machine = layer_of(setting, name, 16, expert)
             chosen = migration(shape, machine, NO_CODEC)
             speedups[name, expert] = step(shape, machine).step_s / step(shape, machine, chosen).step_s
             table.add(f"{name}, {expert} MB, domains {chosen.domain_sizes}", speedups[name, expert], None, "x")
@@ -333,9 +327,8 @@ def figure_16(setting: Setting) -> Comparison:
     table = Comparison(
         "figure_16", "Figure 16: GB between datacenters in a step, L, by MB of tokens (its values cannot be read)"
     )
-    machine = setting.cluster(4)
     for size in (6, 24, 96):
-        shape = setting.model(size * MIB, EXPERT_BYTES, EXPERTS, 4)
+        shape, machine = layer_of(setting, "L", size, experts=EXPERTS)
         table.add(f"{size} MB, plain", step(shape, machine).level_bytes["dc"] * 1e-9)
         table.add(f"{size} MB, HybridEP", step(shape, machine, migration(shape, machine, SR)).level_bytes["dc"] * 1e-9)
     return table

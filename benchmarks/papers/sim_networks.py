@@ -40,22 +40,12 @@ AT_ONCE = 1e15
 
 def measured(results: Path, run: str) -> list[Row]:
     """Return the rows of a run's table `measured`, by the names of its columns."""
-    table = load(results / f"{run}.json")["measured"]
-    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    return load(results / f"{run}.json")["measured"].dicts()
 
 
 def simulated(row: Row) -> Report:
-    model = ModelShape(
-        layers=1,
-        hidden=row["width"],
-        inner=row["inner"],
-        experts=row["num_experts"],
-        per_token=row["per_tok"],
-        tokens=row["num_tokens"],
-        itemsize=4,
-        gated=False,
-        pre_expert_s=0.0,
-    )
+    sizes = [row[name] for name in ("width", "inner", "num_experts", "per_tok", "num_tokens")]
+    model = ModelShape(1, *sizes, itemsize=4, gated=False, pre_expert_s=0.0)
     wan = Links("dc", 2, payload_bytes_per_s(row["wan_bits_per_s"]))
     cluster = Cluster((wan, Links("gpu", 2, AT_ONCE)), AnalyticGemm(AT_ONCE, 0.0, 0.0))
     copies = model.tokens * model.per_token // model.experts
@@ -144,10 +134,7 @@ def rail_table(points: list[RailPoint]) -> Table:
 def tables(results: Path) -> dict[str, Table]:
     points = [point_of(row) for row in measured(results, "network_hybridep")]
     by_rail = rail_points(measured(results, "network_rails"))
-    return {
-        "summary": summary(points),
-        "rails": rail_table(by_rail),
-    }
+    return {"summary": summary(points), "rails": rail_table(by_rail)}
 
 
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:

@@ -10,26 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from benchmarks.papers import ultraep_rack as rack
 from benchmarks.papers.published import Comparison, tables_of
-from benchmarks.papers.ultraep_rack import (
-    FIGURE_11,
-    FIGURE_12,
-    FIGURE_15,
-    FIGURE_16,
-    IDEAL,
-    MEASURED,
-    QWEN3,
-    RANKS,
-    ROOM,
-    STEP,
-    SYSTEMS,
-    TABLE_3,
-    WEIGHTS_BYTES_PER_S,
-    drawn,
-    fitted,
-    in_domains,
-    planned,
-)
 from benchmarks.plans.popular_ranks import CASES, TOKENS_PER_RANK, Case
 from benchmarks.render.results import Table, Value
 from jax_moe_lb import Buffers, System
@@ -61,16 +43,16 @@ def figure_13(cluster: Cluster, loads: np.ndarray) -> Comparison:
         "figure_13", "Figure 13: ms of a layer, Qwen3 in training; the ideal one was fitted, in sums of both passes"
     )
     forward = Step(backward=False)
-    plain, ultraep = SYSTEMS["plain"], SYSTEMS["UltraEP"]
+    plain, ultraep = rack.SYSTEMS["plain"], rack.SYSTEMS["UltraEP"]
     runs = {
-        "Ideal": [simulate_uniform(QWEN3, cluster, step=step) for step in (STEP, forward)],
-        "Megatron": [simulate(plain, QWEN3, cluster, loads, step=step) for step in (STEP, forward)],
-        "UltraEP": [simulate(ultraep, QWEN3, cluster, loads, step=step) for step in (STEP, forward)],
+        "Ideal": [simulate_uniform(rack.QWEN3, cluster, step=step) for step in (rack.STEP, forward)],
+        "Megatron": [simulate(plain, rack.QWEN3, cluster, loads, step=step) for step in (rack.STEP, forward)],
+        "UltraEP": [simulate(ultraep, rack.QWEN3, cluster, loads, step=step) for step in (rack.STEP, forward)],
     }
     for name, (both, once) in runs.items():
-        published = {"Ideal": IDEAL, **MEASURED}[name]
-        ahead = parts(once, QWEN3.layers, "", once.step_s)
-        back = parts(both, QWEN3.layers, " (backward)", both.step_s - once.step_s)
+        published = {"Ideal": rack.IDEAL, **rack.MEASURED}[name]
+        ahead = parts(once, rack.QWEN3.layers, "", once.step_s)
+        back = parts(both, rack.QWEN3.layers, " (backward)", both.step_s - once.step_s)
         for part, (ahead_ms, back_ms) in published.items():
             table.add(f"{name}, {part}, forward", ahead[part], ahead_ms, fitted=name == "Ideal")
             table.add(f"{name}, {part}, backward", back[part], back_ms, fitted=name == "Ideal")
@@ -90,18 +72,18 @@ def figure_11(cluster: Cluster, tokens: int) -> list[Comparison]:
     gain = Comparison("figure_11_gains", "Figure 11: throughput gained by UltraEP, %")
     level = Comparison("figure_11_imbalance", "Figure 11: imbalance after balancing")
     names = PUBLISHED
-    for model, training in FIGURE_11.items():
-        loads = np.stack([drawn(training.case, seed, tokens) for seed in range(2)])
+    for model, training in rack.FIGURE_11.items():
+        loads = np.stack([rack.drawn(training.case, seed, tokens) for seed in range(2)])
         shape = training.shape
-        ideal_s = simulate_uniform(shape, cluster, step=STEP).step_s
+        ideal_s = simulate_uniform(shape, cluster, step=rack.STEP).step_s
         published = dict(zip(names, zip(training.throughput, training.imbalance, strict=True), strict=True))
-        two_tiers = moved(loads, in_domains(cluster))
-        runs = {name: (system, cluster, loads) for name, system in SYSTEMS.items()}
-        runs["Exact in domains of 8"] = SYSTEMS["Exact"], in_domains(cluster), loads
-        runs["Exact in domains of 8, homes moved"] = SYSTEMS["Exact"], in_domains(cluster), two_tiers
+        two_tiers = moved(loads, rack.in_domains(cluster))
+        runs = {name: (system, cluster, loads) for name, system in rack.SYSTEMS.items()}
+        runs["Exact in domains of 8"] = rack.SYSTEMS["Exact"], rack.in_domains(cluster), loads
+        runs["Exact in domains of 8, homes moved"] = rack.SYSTEMS["Exact"], rack.in_domains(cluster), two_tiers
         times_s = {}
         for name, (system, machine, given) in runs.items():
-            report = simulate(system, shape, machine, given, step=STEP)
+            report = simulate(system, shape, machine, given, step=rack.STEP)
             times_s[name] = report.step_s
             throughput, left = published.get(name, (None, None))
             percent = None if throughput is None else 100 * throughput / training.ideal
@@ -130,12 +112,12 @@ def figure_11_terms(cluster: Cluster, tokens: int) -> Table:
     """
     rows: list[list[Value]] = []
     outside, step_s = [], {}
-    for model, training in FIGURE_11.items():
-        loads, shape = np.stack([drawn(training.case, seed, tokens) for seed in range(2)]), training.shape
-        ideal = simulate_uniform(shape, cluster, step=STEP)
+    for model, training in rack.FIGURE_11.items():
+        loads, shape = np.stack([rack.drawn(training.case, seed, tokens) for seed in range(2)]), training.shape
+        ideal = simulate_uniform(shape, cluster, step=rack.STEP)
         share = busy(ideal, BALANCED) / ideal.step_s
         for name, reached, left in zip(PUBLISHED, training.throughput, training.imbalance, strict=True):
-            report = simulate(SYSTEMS[name], shape, cluster, loads, step=STEP)
+            report = simulate(rack.SYSTEMS[name], shape, cluster, loads, step=rack.STEP)
             experts, exchanges = (
                 (busy(report, stages) - busy(ideal, stages)) / ideal.step_s for stages in (BALANCED[:1], BALANCED[1:])
             )
@@ -147,10 +129,10 @@ def figure_11_terms(cluster: Cluster, tokens: int) -> Table:
                 outside.append(f"{100 * (1 - lost / known):.0f} % for {model}")
     columns = {"": "", "lost, published": ".1f", "experts": ".1f", "exchanges": ".1f", "plan and weights": ".1f"}
     columns |= {"sum with the published imbalance": ".1f", "left of the published": "+.1f"}
-    layers = {name: sum(map(sum, parts.values())) for name, parts in MEASURED.items()}
+    layers = {name: sum(map(sum, parts.values())) for name, parts in rack.MEASURED.items()}
     gain = 100 * (layers["Megatron"] / layers["UltraEP"] - 1)
     simulated = 100 * (step_s["Qwen3", "plain"] / step_s["Qwen3", "UltraEP"] - 1)
-    reached = FIGURE_11["Qwen3"].throughput
+    reached = rack.FIGURE_11["Qwen3"].throughput
     notes = [
         f"Over plain, the paper's own layers of Qwen3 (figure 13) gain {gain:.1f} %, the simulated ones "
         f"{simulated:.1f} %, and the published steps (figure 11) {100 * (reached[2] / reached[0] - 1):.1f} %. Work "
@@ -174,13 +156,13 @@ def moved(loads: np.ndarray, cluster: Cluster) -> np.ndarray:
 
 def figure_12(cluster: Cluster, tokens: int) -> Comparison:
     table = Comparison("figure_12", "Figure 12: imbalance after balancing, in prefill")
-    for name, (case, eplb_plus, ultraep) in FIGURE_12.items():
+    for name, (case, eplb_plus, ultraep) in rack.FIGURE_12.items():
         machine = replace(cluster, levels=(replace(cluster.levels[0], size=case.num_ranks),))
-        loads = drawn(case, 0, tokens)
+        loads = rack.drawn(case, 0, tokens)
         wanted = (("EPLB+", EPLBPlus(), eplb_plus), ("UltraEP", UltraEP(), ultraep), ("Exact", Exact(), None))
         for balancer_name, balancer, published in wanted:
-            system = System(balancer, Relay(), Direct(Buffers(ROOM)), case.replica_slots)
-            after = load(planned(system, machine, loads))
+            system = System(balancer, Relay(), Direct(Buffers(rack.ROOM)), case.replica_slots)
+            after = load(rack.planned(system, machine, loads))
             table.add(f"{name} ({case.imbalance}), {balancer_name}", imbalance(after), published)
     table.notes.append(
         "Requests per second at a time to the first token are not simulated: there is no queue of requests here, "
@@ -199,17 +181,19 @@ def simulations(cluster: Cluster, tokens: int) -> list[Comparison]:
     balancers = {"EPLB+": EPLBPlus(), "UltraEP": UltraEP(), "Exact": Exact(), "Exact, eps 0": Exact(eps=0.0)}
     found: dict[str, list[tuple[float, int, int]]] = {name: [] for name in balancers}
     for case in CASES:
-        loads = drawn(case, 0, tokens)
+        loads = rack.drawn(case, 0, tokens)
         for name, balancer in balancers.items():
-            plan = planned(System(balancer, Gather(), Direct(Buffers(ROOM)), case.replica_slots), cluster, loads)
+            plan = rack.planned(
+                System(balancer, Gather(), Direct(Buffers(rack.ROOM)), case.replica_slots), cluster, loads
+            )
             after, used = load(plan), plan.placement[:, plan.num_home :]
             copies = np.bincount(used[used >= 0], minlength=case.num_experts)
             found[name].append((float(imbalance(after)), int(copies.sum()), int(np.max(copies))))
             if (case.num_experts, case.replica_slots) == (128, 1) and case.imbalance >= 6:
-                known = FIGURE_15.get((name, case.imbalance))
+                known = rack.FIGURE_15.get((name, case.imbalance))
                 figure.add(f"{name}, {case.imbalance:g} before", found[name][-1][0], known)
     for name, rows in found.items():
-        numbers = TABLE_3.get(name, (None,) * 3)
+        numbers = rack.TABLE_3.get(name, (None,) * 3)
         columns = zip(("imbalance", "replicas", "of one expert"), np.mean(rows, axis=0), numbers, strict=True)
         for what, value, number in columns:
             mean.add(f"{name}, {what}", value, number)
@@ -221,16 +205,16 @@ def figure_16(cluster: Cluster, tokens: int) -> list[Comparison]:
     tables = {
         way: Comparison(f"figure_16_{way.replace(' ', '_')}", f"{what}, {way}") for way in ("from home", "relays")
     }
-    machine = replace(cluster, levels=(replace(cluster.levels[0], bytes_per_s=WEIGHTS_BYTES_PER_S),))
-    for before, (home, relayed) in FIGURE_16.items():
-        loads = drawn(Case(128, RANKS, 2, before), 0, tokens)
+    machine = replace(cluster, levels=(replace(cluster.levels[0], bytes_per_s=rack.WEIGHTS_BYTES_PER_S),))
+    for before, (home, relayed) in rack.FIGURE_16.items():
+        loads = rack.drawn(Case(128, rack.RANKS, 2, before), 0, tokens)
         for name, balancer, known in (("UltraEP", UltraEP(), (home, relayed)), ("Exact", Exact(), (None, None))):
             for way, replicate, number in (("from home", Gather(), known[0]), ("relays", Relay(), known[1])):
-                system = System(balancer, replicate, Direct(Buffers(ROOM)), 2)
-                report = simulate(system, replace(QWEN3, layers=1), machine, loads, step=Step(backward=False))
+                system = System(balancer, replicate, Direct(Buffers(rack.ROOM)), 2)
+                report = simulate(system, replace(rack.QWEN3, layers=1), machine, loads, step=Step(backward=False))
                 label = f"{name}, {before:g} before, {way}"
                 if way == "relays":
-                    label += f" for {num_relayed(planned(system, machine, loads))} experts"
+                    label += f" for {num_relayed(rack.planned(system, machine, loads))} experts"
                 tables[way].add(label, 1e3 * report.stages["weights"].busy_s, number)
     tables["relays"].notes.append(
         "The rate of 710 GB/s per rank follows from the README's times. It is the only parameter of the times from "
@@ -255,7 +239,7 @@ def domains(loads: np.ndarray, cluster: Cluster) -> Comparison:
         "domains",
         "Ours: domains of 8, Qwen3's loads: maximum domain load over the mean, a lower bound for plans inside domains",
     )
-    machine = in_domains(cluster)
+    machine = rack.in_domains(cluster)
     stay = np.broadcast_to(np.arange(loads.shape[2]), (len(loads), loads.shape[2]))
     table.add("homes as they are", domain_lower_bound(loads.sum(1), stay, machine.topology()).mean())
     table.add("homes moved", domain_lower_bound(moved(loads, machine).sum(1), stay, machine.topology()).mean())
@@ -263,8 +247,8 @@ def domains(loads: np.ndarray, cluster: Cluster) -> Comparison:
 
 
 def tables(tokens: int) -> list[Comparison]:
-    cluster = fitted()
-    loads = np.stack([drawn(FIGURE_11["Qwen3"].case, seed, tokens) for seed in range(2)])
+    cluster = rack.fitted()
+    loads = np.stack([rack.drawn(rack.FIGURE_11["Qwen3"].case, seed, tokens) for seed in range(2)])
     thirteen = figure_13(cluster, loads)
     thirteen.notes.append(
         f"Fitted: {cluster.gemm.peak_flops_per_s * 1e-12:.0f} TFLOP/s in experts, {cluster.flops_per_s * 1e-12:.0f} "
@@ -287,5 +271,5 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
-    terms = {"figure_11_terms": figure_11_terms(fitted(), given.tokens)}
+    terms = {"figure_11_terms": figure_11_terms(rack.fitted(), given.tokens)}
     return tables_of(tables(given.tokens)) | terms

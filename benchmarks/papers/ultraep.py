@@ -30,13 +30,8 @@ def planned(case: Case, loads: np.ndarray) -> tuple[Plan, Plan]:
 
 
 SHAPE = {"experts": "d", "ranks": "d", "replica slots": "d", "imbalance before": ".2f"}
-PLANNED = {
-    "imbalance": ".3f",
-    "replicas": ".1f",
-    "of one expert": ".1f",
-    "remote rows, %": ".1f",
-    "without locality, %": ".1f",
-}
+PLANNED = {"imbalance": ".3f"}
+PLANNED |= dict.fromkeys(("replicas", "of one expert", "remote rows, %", "without locality, %"), ".1f")
 
 
 def planned_row(after: Plan, loads: np.ndarray) -> list[float]:
