@@ -50,15 +50,8 @@ def records() -> tuple[np.ndarray, dict[str, list[list[float]]]]:
     return flat, {routing: of.tolist() for routing, of in zip(ROUTINGS, numbers, strict=True)}
 
 
-GAINS = {
-    "system": "",
-    "over": "",
-    "Mbit/s": ".0f",
-    "imbalance": ".2f",
-    "exchanges %": ".0f",
-    "predicted": ".2f",
-    "measured": ".2f",
-}
+GAINS = {"system": "", "over": "", "Mbit/s": ".0f", "imbalance": ".2f", "exchanges %": ".0f"}
+GAINS |= {"predicted": ".2f", "measured": ".2f"}
 
 
 def gain_rows(predicted: Table, times: Mapping[Any, np.ndarray]) -> list[list[Value]]:
@@ -68,8 +61,7 @@ def gain_rows(predicted: Table, times: Mapping[Any, np.ndarray]) -> list[list[Va
         predicted: predictions of a round, with the shares of exchanges.
         times: milliseconds of a step in each pass, by rate in Mbit/s, routing and system.
     """
-    points: list[dict[str, Any]] = [dict(zip(predicted.columns, row, strict=True)) for row in predicted.rows]
-    expected = {(point["Mbit/s"], point["routing"], point["system"]): point for point in points}
+    expected = {(point["Mbit/s"], point["routing"], point["system"]): point for point in predicted.dicts()}
     rows: list[list[Value]] = []
     for rate, (routing, imbalance) in product(RATES, ROUTINGS.items()):
         keys = [(rate / 1e6, routing, system) for system in ("plain", "exact")]

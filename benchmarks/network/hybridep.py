@@ -109,22 +109,9 @@ def rows_of(of_ranks: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:
     return rows
 
 
-MEASURED = {
-    "wan_bits_per_s": ".0f",
-    "num_tokens": "d",
-    "width": "d",
-    "inner": "d",
-    "num_experts": "d",
-    "per_tok": "d",
-    "token_bytes": "d",
-    "expert_bytes": "d",
-    "dc": "d",
-    "gpu": "d",
-    "ratio": ".0f",
-    "unlimited_s": ".6f",
-    "measured_s": ".6f",
-    "counted_bytes": ".0f",
-}
+_SIZES = ("num_tokens", "width", "inner", "num_experts", "per_tok", "token_bytes", "expert_bytes", "dc", "gpu")
+MEASURED = {"wan_bits_per_s": ".0f", **dict.fromkeys(_SIZES, "d"), "ratio": ".0f"}
+MEASURED |= {"unlimited_s": ".6f", "measured_s": ".6f", "counted_bytes": ".0f"}
 """Columns of measured points compared with the simulator; the last three are medians of the repetitions."""
 
 

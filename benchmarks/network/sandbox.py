@@ -40,18 +40,8 @@ try tc filter add dev probe0 parent 1: protocol ip prio 1 u32 match u16 0x0000 0
 def command(program: Sequence[str]) -> list[str]:
     """Return the command to run a program in a sandbox, killed with its parent."""
     user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    spaces = [
-        "--net",
-        "--mount",
-        "--pid",
-        "--uts",
-        "--fork",
-        "--kill-child",
-        "--mount-proc",
-        "--propagation",
-        "private",
-    ]
-    return ["unshare", *user, *spaces, "sh", "-c", SETUP, "sh", *program]
+    spaces = "--net --mount --pid --uts --fork --kill-child --mount-proc --propagation private"
+    return ["unshare", *user, *spaces.split(), "sh", "-c", SETUP, "sh", *program]
 
 
 def bound_to_parent(program: Sequence[str]) -> list[str]:

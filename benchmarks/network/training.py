@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks.network import sandbox
 from benchmarks.network.gains import CASES, MODEL, RATES, ROUTINGS, STEPS, counts_of, records
 from benchmarks.network.testbed import CONFIG, CORES, KEEP_MEMORY, NUM_RANKS, WARM_STEPS, Case, Program, Testbed, run
-from benchmarks.render.results import Table, Value, merge, read, save, spread
+from benchmarks.render.results import Table, Value, read, save_run, spread
 from jax_moe_lb import System
 from jax_moe_lb.balancers import Exact
 from jax_moe_lb.sim import Cluster, Migration, Report, mean_report, replay
@@ -58,34 +58,25 @@ def slowest(of_ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, A
     ]
 
 
-COMPARED = {
-    "Mbit/s": ".0f",
-    "routing": "",
-    "system": "",
-    "predicted ms": ".0f",
-    "measured ms": ".0f",
-    "deviation %": "+.1f",
-    "over plain, predicted": ".2f",
-    "over plain, measured": ".2f",
-}
+POINT = {"Mbit/s": ".0f", "routing": "", "system": ""}
+COMPARED = POINT | {"predicted ms": ".0f", "measured ms": ".0f", "deviation %": "+.1f"}
+COMPARED |= {"over plain, predicted": ".2f", "over plain, measured": ".2f"}
 SUMMARY = {"": "", "points": "d", "median deviation %": ".1f", "largest deviation %": ".1f"}
 
 
 def compared(predicted: Table, measured: Sequence[Mapping[str, Any]]) -> dict[str, Table]:
     """Return predictions beside measurements, and a summary of errors."""
-    titles, times = list(predicted.columns), step_ms(measured)
-    points = [dict(zip(titles, row, strict=True)) for row in predicted.rows]
-    keys = [(point["Mbit/s"], point["routing"], point["system"]) for point in points]
-    expected = {key: float(point["predicted ms"]) for key, point in zip(keys, points, strict=True)}
-    found = {key: float(np.median(times[key])) for key in keys}
-    off = {key: 100 * (expected[key] / found[key] - 1) for key in keys}
+    times = step_ms(measured)
+    expected = {tuple(point[name] for name in POINT): float(point["predicted ms"]) for point in predicted.dicts()}
+    found = {key: float(np.median(times[key])) for key in expected}
+    off = {key: 100 * (ms / found[key] - 1) for key, ms in expected.items()}
     rows: list[list[Value]] = []
-    for key in keys:
+    for key, ms in expected.items():
         at_plain = (*key[:2], "plain")
-        over = [expected[at_plain] / expected[key], found[at_plain] / found[key]]
-        rows.append([*key, expected[key], spread(times[key]), off[key], *over])
+        over = [expected[at_plain] / ms, found[at_plain] / found[key]]
+        rows.append([*key, ms, spread(times[key]), off[key], *over])
     errors = np.abs(list(off.values()))
-    summary: list[Value] = ["all", len(keys), float(np.median(errors)), float(errors.max())]
+    summary: list[Value] = ["all", len(off), float(np.median(errors)), float(errors.max())]
     return {"compared": Table(COMPARED, rows), "summary": Table(SUMMARY, [summary])}
 
 
@@ -159,15 +150,7 @@ def exchange_share(step: Report) -> float:
     return 100 * sum(stages.values()) / step.step_s
 
 
-PREDICTED = {
-    "Mbit/s": ".0f",
-    "routing": "",
-    "system": "",
-    "imbalance before": ".2f",
-    "after": ".2f",
-    "predicted ms": ".0f",
-    "exchanges %": ".0f",
-}
+PREDICTED = POINT | {"imbalance before": ".2f", "after": ".2f", "predicted ms": ".0f", "exchanges %": ".0f"}
 
 
 def predictions(calibration: dict[str, Any]) -> Table:
@@ -179,16 +162,9 @@ def predictions(calibration: dict[str, Any]) -> Table:
     return Table(PREDICTED, rows)
 
 
-CALIBRATED = {
-    "Mbit/s": ".0f",
-    "exchange MB/s": ".1f",
-    "its latency ms": ".1f",
-    "experts GFLOP/s": ".1f",
-    "backward over forward": ".2f",
-    "planner us": ".0f",
-    "permutation GB/s": ".1f",
-    "step without experts ms": ".0f",
-}
+CALIBRATED = {"Mbit/s": ".0f", "exchange MB/s": ".1f", "its latency ms": ".1f", "experts GFLOP/s": ".1f"}
+CALIBRATED |= {"backward over forward": ".2f", "planner us": ".0f", "permutation GB/s": ".1f"}
+CALIBRATED |= {"step without experts ms": ".0f"}
 
 
 def calibration_table(found: dict[str, Any]) -> Table:
@@ -257,9 +233,7 @@ def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
         name, report = REPORTS[given.part]
         tables = report(given.folder)
         if given.out is None:
-            out = RESULTS / f"network_training_{name}_{ROUND}.json"
-            save(tables, out)
-            merge(out, ALL_ROUNDS)
+            save_run(tables, f"network_training_{name}_{ROUND}", ALL_ROUNDS)
         return tables
     sandbox.enter()
     given.folder.mkdir(parents=True, exist_ok=True)

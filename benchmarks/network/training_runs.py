@@ -29,6 +29,9 @@ LENGTH = 128
 WINDOW = 100
 """Steps of a mean loss."""
 
+SMALL = dataclasses.replace(CONFIG, batch=BatchConfig(CONFIG.batch.size, LENGTH // 4))
+"""Configuration of the testbed with a quarter of the batch."""
+
 TUNED, CUSTOMARY = 1e-1, 1e-2
 """Weights of the auxiliary loss: with the lowest validation loss of `SWEEP`, and of Switch Transformer."""
 

@@ -21,59 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.network import sandbox
+from benchmarks.network import sandbox, testbed
+from benchmarks.network import training as rounds
+from benchmarks.network import training_runs as runs
 from benchmarks.network.gains import GAINS, ROUTINGS, break_even, counts_of, gain_rows
-from benchmarks.network.testbed import (
-    CONFIG,
-    CORES,
-    KEEP_MEMORY,
-    NUM_RANKS,
-    Program,
-    Testbed,
-    run,
-)
-from benchmarks.network.training import (
-    ALL_ROUNDS,
-    CALIBRATION,
-    RAW,
-    RESULTS,
-    ROUND,
-    exchange_share,
-    measured_points,
-    replayed_step,
-    slowest,
-    step_ms,
-)
-from benchmarks.network.training_runs import (
-    AUX,
-    BASE,
-    CASES,
-    EXACT,
-    FREE,
-    GATHERED,
-    QUARTER,
-    RATED,
-    ROLLOUT,
-    ROOMY,
-    TEXT,
-    TIMED,
-    TWICE,
-    USUAL,
-    WHOLE,
-    WINDOW,
-    WORKLOADS,
-    Curve,
-    Key,
-    dropped_percent,
-    imbalance,
-    last_mean,
-    load_curve,
-    timed_counts,
-)
-from benchmarks.render.results import Table, Value, merge, read, save, spread
+from benchmarks.render.results import Table, Value, read, save_run, spread
 from models.data.sources import default_corpus
 
-TIMED_WORKLOADS = (TEXT, FREE, QUARTER, ROLLOUT)
+TIMED_WORKLOADS = (runs.TEXT, runs.FREE, runs.QUARTER, runs.ROLLOUT)
 """Workloads of four ranks with text, timed with the runs of `WHOLE`; routings of given imbalances without `BASE`."""
 
 RATE = 2000e6
@@ -85,30 +40,20 @@ PASSES, PER_PASS = 4, 2
 Point = tuple[str, str]
 """Workload and run."""
 
-COMPARED = tuple(name.removesuffix(AUX) for name in (EXACT, RATED, GATHERED))
+COMPARED = tuple(name.removesuffix(runs.AUX) for name in (runs.EXACT, runs.RATED, runs.GATHERED))
 """Systems whose gains over `plain` are shown on all workloads."""
 
 
 # ---- tables ----------------------------------------------------------------------
 
-SPEEDS = {
-    "run": "",
-    "tokens/s over plain with the loss": ".2f",
-    "over plain without it": ".2f",
-    "tokens/s": ",.0f",
-    "loss after all steps": ".4f",
-    "steps at equal time": "d",
-    "loss then": ".4f",
-    "copies dropped %": ".2f",
-    "imbalance before": ".2f",
-    "after": ".2f",
-    "memory MB": ".0f",
-}
+SPEEDS = {"run": "", "tokens/s over plain with the loss": ".2f", "over plain without it": ".2f", "tokens/s": ",.0f"}
+SPEEDS |= {"loss after all steps": ".4f", "steps at equal time": "d", "loss then": ".4f", "copies dropped %": ".2f"}
+SPEEDS |= {"imbalance before": ".2f", "after": ".2f", "memory MB": ".0f"}
 
 
 def speeds(
     seconds: Mapping[str, np.ndarray],
-    curves: Mapping[str, Curve],
+    curves: Mapping[str, runs.Curve],
     after: Mapping[str, float],
     memory: Mapping[str, int],
 ) -> Table:
@@ -122,13 +67,13 @@ def speeds(
     rows: list[list[Value]] = []
     for name, of in seconds.items():
         curve, steps = curves[name], int(np.searchsorted(at[name], equal_s, side="right"))
-        speed = [spread(seconds[other].mean(1) / of.mean(1)) for other in (BASE, "plain")]
-        speed.append(spread(CONFIG.tokens_per_step / of.mean(1)))
-        loss = last_mean(curve.loss), steps, last_mean(curve.loss[:steps])
-        balance = dropped_percent(curve), float(curve.before.mean()), after[name]
+        speed = [spread(seconds[other].mean(1) / of.mean(1)) for other in (runs.BASE, "plain")]
+        speed.append(spread(testbed.CONFIG.tokens_per_step / of.mean(1)))
+        loss = runs.last_mean(curve.loss), steps, runs.last_mean(curve.loss[:steps])
+        balance = runs.dropped_percent(curve), float(curve.before.mean()), after[name]
         rows.append([name, *speed, *loss, *balance, memory[program_of(name)] / 1e6])
-    (first,) = (row[5] for row in rows if row[0] == BASE)
-    note = f"Losses are means of the last {WINDOW} steps. Equal time is that of {first} steps of {BASE}."
+    (first,) = (row[5] for row in rows if row[0] == runs.BASE)
+    note = f"Losses are means of the last {runs.WINDOW} steps. Equal time is that of {first} steps of {runs.BASE}."
     return Table(SPEEDS, rows, notes=[note])
 
 
@@ -142,7 +87,7 @@ def workloads(seconds: Mapping[Point, np.ndarray], predicted: Table) -> Table:
     """Return predicted and measured gains of each system on each workload, with the tuned loss."""
     rows: list[list[Value]] = []
     for workload, system, *of in predicted.rows:
-        names = f"{system}{AUX}", BASE, ROOMY
+        names = f"{system}{runs.AUX}", runs.BASE, runs.ROOMY
         own, *others = (seconds.get((str(workload), name)) for name in names)
         gains = [None if of is None or own is None else spread(of.mean(1) / own.mean(1)) for of in others]
         rows.append([workload, system, *of, *gains])
@@ -152,7 +97,7 @@ def workloads(seconds: Mapping[Point, np.ndarray], predicted: Table) -> Table:
 
 def over_headroom(on_workloads: Table) -> list[list[Value]]:
     """Return the rows of given imbalances as gains over `plain` with more headroom, system by system."""
-    roomy, found = ROOMY.removesuffix(AUX), list[list[Value]]()
+    roomy, found = runs.ROOMY.removesuffix(runs.AUX), list[list[Value]]()
     for routing, system, _, share, _, predicted, _, measured in on_workloads.rows:
         if routing in ROUTINGS:
             found.append([system, roomy, RATE / 1e6, ROUTINGS[str(routing)], share, predicted, measured])
@@ -161,23 +106,18 @@ def over_headroom(on_workloads: Table) -> list[list[Value]]:
 
 # ---- predictions -----------------------------------------------------------------
 
-PREDICTED = {
-    "workload": "",
-    "system": "",
-    "imbalance": ".2f",
-    "exchanges %": ".0f",
-    "over plain, predicted": ".2f",
-    "over headroom 1.5, predicted": ".2f",
-}
+PREDICTED = {"workload": "", "system": "", "imbalance": ".2f", "exchanges %": ".0f"}
+PREDICTED |= {"over plain, predicted": ".2f", "over headroom 1.5, predicted": ".2f"}
 
 
 def predictions(folder: Path, calibration: Mapping[str, Any]) -> Table:
     """Return the predicted gain of each system on each workload."""
     rows: list[list[Value]] = []
-    for workload in (USUAL, *TIMED_WORKLOADS, TWICE, *ROUTINGS):
+    for workload in (runs.USUAL, *TIMED_WORKLOADS, runs.TWICE, *ROUTINGS):
         counts = counts_on(workload, folder)
-        plain, roomy, *others = (replayed_step(CASES[name], counts, dict(calibration)) for name in WHOLE)
-        level, share = float(imbalance(counts).mean()), exchange_share(plain)
+        steps = (rounds.replayed_step(runs.CASES[name], counts, dict(calibration)) for name in runs.WHOLE)
+        plain, roomy, *others = steps
+        level, share = float(runs.imbalance(counts).mean()), rounds.exchange_share(plain)
         for system, of in zip(COMPARED, others, strict=True):
             rows.append([workload, system, level, share, plain.step_s / of.step_s, roomy.step_s / of.step_s])
     return Table(PREDICTED, rows)
@@ -190,9 +130,9 @@ def counts_on(workload: str, folder: Path) -> np.ndarray:
     """
     if workload in ROUTINGS:
         return np.resize(counts_of(workload), (PASSES * PER_PASS, *counts_of(workload).shape[1:]))
-    curve = load_curve(Key(BASE, workload).path(folder))
-    half = curve if workload == USUAL else curve._replace(counts=curve.counts[len(curve.counts) // 2 :])
-    return timed_counts(CASES[BASE], half, PASSES * PER_PASS)
+    curve = runs.load_curve(runs.Key(runs.BASE, workload).path(folder))
+    half = curve if workload == runs.USUAL else curve._replace(counts=curve.counts[len(curve.counts) // 2 :])
+    return runs.timed_counts(runs.CASES[runs.BASE], half, PASSES * PER_PASS)
 
 
 # ---- measurements ----------------------------------------------------------------
@@ -204,12 +144,13 @@ Records = dict[Point, list[list[float]]]
 def records_of(folder: Path) -> tuple[np.ndarray, Records]:
     """Return the records `[records, R, E]` of all points, and their numbers."""
     counts: dict[Point, np.ndarray] = {}
-    for name in TIMED:
-        counts[USUAL, name] = timed_counts(CASES[name], load_curve(Key(name).path(folder)), PASSES * PER_PASS)
+    for name in runs.TIMED:
+        curve = runs.load_curve(runs.Key(name).path(folder))
+        counts[runs.USUAL, name] = runs.timed_counts(runs.CASES[name], curve, PASSES * PER_PASS)
     for workload in TIMED_WORKLOADS:
-        counts |= dict.fromkeys(((workload, name) for name in WHOLE), counts_on(workload, folder))
+        counts |= dict.fromkeys(((workload, name) for name in runs.WHOLE), counts_on(workload, folder))
     for workload in ROUTINGS:
-        counts |= dict.fromkeys(((workload, name) for name in WHOLE[1:]), counts_on(workload, folder))
+        counts |= dict.fromkeys(((workload, name) for name in runs.WHOLE[1:]), counts_on(workload, folder))
     sizes = np.cumsum([0, *(of[..., 0, 0].size for of in counts.values())])
     numbers = {
         point: np.arange(first, first + of[..., 0, 0].size, dtype=np.float64).reshape(of.shape[:2]).tolist()
@@ -223,18 +164,17 @@ def program_of(name: str) -> str:
     return name.removesuffix(" + bias")
 
 
-def measure(bed: Testbed, given: argparse.Namespace) -> None:
+def measure(bed: testbed.Testbed, given: argparse.Namespace) -> None:
     """Write the seconds of the timed steps, interleaved, and the memory of the programs."""
     table, records = records_of(given.curves)
-    corpus = default_corpus(CONFIG.data.max_corpus_bytes)
-    small = dataclasses.replace(CONFIG, batch=dataclasses.replace(CONFIG.batch, sequence_length=QUARTER_LENGTH))
-    cases = {name: CASES[name] for name in TIMED if program_of(name) == name}
+    corpus = default_corpus(testbed.CONFIG.data.max_corpus_bytes)
+    cases = {name: runs.CASES[name] for name in runs.TIMED if program_of(name) == name}
     programs = bed.compiled(cases, table)
-    quarter = bed.compiled({name: CASES[name] for name in WHOLE}, table, small)
-    bed.limits(RATE, CORES)
+    quarter = bed.compiled({name: runs.CASES[name] for name in runs.WHOLE}, table, runs.SMALL)
+    bed.limits(RATE, testbed.CORES)
 
-    def chosen(point: Point) -> Program:
-        return quarter[point[1]] if point[0] == QUARTER else programs[program_of(point[1])]
+    def chosen(point: Point) -> testbed.Program:
+        return quarter[point[1]] if point[0] == runs.QUARTER else programs[program_of(point[1])]
 
     memory = {name: program.memory_bytes for name, program in programs.items()}
     for point, of_steps in records.items():
@@ -250,18 +190,15 @@ def measure(bed: Testbed, given: argparse.Namespace) -> None:
     bed.limits(None, None)
 
 
-QUARTER_LENGTH = WORKLOADS[QUARTER].length
-
-
 def of_ranks(folder: Path) -> list[dict[str, Any]]:
     """Return the raw measurements of all ranks."""
-    return [json.loads((folder / f"measured.{rank}.json").read_text()) for rank in range(NUM_RANKS)]
+    return [json.loads((folder / f"measured.{rank}.json").read_text()) for rank in range(testbed.NUM_RANKS)]
 
 
 def seconds_of(ranks: Sequence[Mapping[str, Any]]) -> dict[Point, np.ndarray]:
     """Return the seconds `[passes, steps]` of each point on its slowest rank."""
     found: dict[Point, list[list[float]]] = defaultdict(list)
-    for one in slowest([rank["points"] for rank in ranks]):
+    for one in rounds.slowest([rank["points"] for rank in ranks]):
         found[one["workload"], one["run"]].append(one["seconds"])
     return {point: np.array(times) for point, times in found.items()}
 
@@ -270,7 +207,7 @@ def after_of(rank: Mapping[str, Any]) -> dict[str, float]:
     """Return the imbalance after balancing in the timed steps of each run on the usual workload."""
     found: dict[str, list[float]] = defaultdict(list)
     for one in rank["points"]:
-        if one["workload"] == USUAL:
+        if one["workload"] == runs.USUAL:
             found[one["run"]] += one["after"]
     return {name: float(np.mean(of)) for name, of in found.items()}
 
@@ -279,11 +216,11 @@ def tables(folder: Path, curves: Path) -> dict[str, Table]:
     ranks = of_ranks(folder)
     seconds, first = seconds_of(ranks), ranks[0]
     on_workloads = workloads(seconds, read(SPEED)["network_training_speed_predicted"].tables["predictions"])
-    rounds = read(ALL_ROUNDS)[f"network_training_predicted_{ROUND}"].tables["predictions"]
-    over_plain = gain_rows(rounds, step_ms(measured_points(RAW)))
+    predicted = read(rounds.ALL_ROUNDS)[f"network_training_predicted_{rounds.ROUND}"].tables["predictions"]
+    over_plain = gain_rows(predicted, rounds.step_ms(rounds.measured_points(rounds.RAW)))
     gains = Table(GAINS, [*over_plain, *over_headroom(on_workloads)])
-    of_runs = {name: times for (workload, name), times in seconds.items() if workload == USUAL}
-    of_curves = {name: load_curve(Key(name).path(curves)) for name in TIMED}
+    of_runs = {name: times for (workload, name), times in seconds.items() if workload == runs.USUAL}
+    of_curves = {name: runs.load_curve(runs.Key(name).path(curves)) for name in runs.TIMED}
     of_texts = [row for row in on_workloads.rows if row[0] not in ROUTINGS]
     return {
         "speeds": speeds(of_runs, of_curves, after_of(first), first["memory"]),
@@ -293,15 +230,14 @@ def tables(folder: Path, curves: Path) -> dict[str, Table]:
     }
 
 
-SPEED = RESULTS / "network_training_speed.json"
+SPEED = rounds.RESULTS / "network_training_speed.json"
 
 
 def predict(curves: Path) -> dict[str, Table]:
     """Return the predictions by the rates of the last round, and save them beside the measurements."""
-    calibration = json.loads((RAW / CALIBRATION).read_text())[str(RATE)]
-    found, out = {"predictions": predictions(curves, calibration)}, RESULTS / "network_training_speed_predicted.json"
-    save(found, out)
-    merge(out, SPEED)
+    calibration = json.loads((rounds.RAW / rounds.CALIBRATION).read_text())[str(RATE)]
+    found = {"predictions": predictions(curves, calibration)}
+    save_run(found, "network_training_speed_predicted", SPEED)
     return found
 
 
@@ -317,16 +253,17 @@ def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     Raises:
         ValueError: a curve is missing.
     """
-    wanted = [*map(Key, TIMED), *(Key(BASE, workload) for workload in (*TIMED_WORKLOADS, TWICE))]
+    of_base = [runs.Key(runs.BASE, workload) for workload in (*TIMED_WORKLOADS, runs.TWICE)]
+    wanted = [*map(runs.Key, runs.TIMED), *of_base]
     missing = [path.name for key in wanted if not (path := key.path(given.curves)).exists()]
     if missing:
         raise ValueError(f"--curves is {given.curves}; expected {missing} there, from `training curves train`")
-    os.environ["GLIBC_TUNABLES"] = KEEP_MEMORY
+    os.environ["GLIBC_TUNABLES"] = testbed.KEEP_MEMORY
     if given.part == "table":
         return tables(given.folder, given.curves)
     if given.part == "predict":
         return predict(given.curves)
     sandbox.enter()
     given.folder.mkdir(parents=True, exist_ok=True)
-    run(partial(measure, given=given), 7200)
+    testbed.run(partial(measure, given=given), 7200)
     return {}

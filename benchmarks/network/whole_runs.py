@@ -5,7 +5,6 @@ namespaces and writable control groups (see `testbed.py`).
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import time
@@ -17,18 +16,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.network import sandbox
+from benchmarks.network import training_runs as runs
 from benchmarks.network.testbed import CONFIG, CORES, KEEP_MEMORY, NUM_RANKS, Testbed, run
-from benchmarks.network.training_runs import (
-    BASE,
-    CASES,
-    EXACT,
-    QUARTER,
-    ROOMY,
-    STEPS,
-    WORKLOADS,
-    last_mean,
-    usual_text,
-)
 from benchmarks.network.training_speed import RATE
 from benchmarks.render.results import Table, Value
 from models.data.corpus import Batches, place_rows, rows_here
@@ -37,21 +26,10 @@ from models.mesh import batch_sharding
 BLOCK = 10
 """Steps of a run before the next one continues."""
 
-RUNS = BASE, ROOMY, EXACT
+RUNS = runs.BASE, runs.ROOMY, runs.EXACT
 
-SMALL = dataclasses.replace(CONFIG, batch=dataclasses.replace(CONFIG.batch, sequence_length=WORKLOADS[QUARTER].length))
-"""Configuration with a quarter of the batch."""
-
-COLUMNS = {
-    "run": "",
-    "steps": "d",
-    "tokens/s over plain with the loss": ".2f",
-    "tokens/s": ",.0f",
-    "seconds": ",.0f",
-    "loss": ".4f",
-    "imbalance before": ".2f",
-    "after": ".2f",
-}
+COLUMNS = {"run": "", "steps": "d", "tokens/s over plain with the loss": ".2f", "tokens/s": ",.0f"}
+COLUMNS |= {"seconds": ",.0f", "loss": ".4f", "imbalance before": ".2f", "after": ".2f"}
 
 RAW = Path("runs/whole_runs.json")
 """File of raw measurements."""
@@ -66,11 +44,11 @@ def table(blocks: Mapping[str, Blocks]) -> Table:
     times = {name: np.array(of["seconds"]) for name, of in blocks.items()}
     for name, of in blocks.items():
         steps, total_s = len(of["loss"]), float(times[name].sum())
-        low, high = np.quantile(times[BASE] / times[name], [0.25, 0.75])
-        gain = [float(times[BASE].sum()) / total_s, float(low), float(high)]
+        low, high = np.quantile(times[runs.BASE] / times[name], [0.25, 0.75])
+        gain = [float(times[runs.BASE].sum()) / total_s, float(low), float(high)]
         mean = [float(np.mean(of[part])) for part in ("before", "after")]
-        speed = SMALL.tokens_per_step * steps / total_s
-        rows.append([name, steps, gain, speed, total_s, last_mean(np.array(of["loss"])), *mean])
+        speed = runs.SMALL.tokens_per_step * steps / total_s
+        rows.append([name, steps, gain, speed, total_s, runs.last_mean(np.array(of["loss"])), *mean])
     return Table(COLUMNS, rows)
 
 
@@ -79,13 +57,13 @@ def measure(bed: Testbed) -> dict[str, Blocks]:
     from benchmarks.network.jax_ranks import barrier
 
     no_records = np.zeros((1, NUM_RANKS, CONFIG.model.num_experts), np.int32)
-    programs = bed.compiled({name: CASES[name] for name in RUNS}, no_records, SMALL)
-    corpus, sharding, size = usual_text(), batch_sharding(bed.mesh), SMALL.batch.size
-    loading = {"seed": CONFIG.seed, "batch_size": size, "sequence_length": SMALL.batch.sequence_length}
+    programs = bed.compiled({name: runs.CASES[name] for name in RUNS}, no_records, runs.SMALL)
+    corpus, sharding, size = runs.usual_text(), batch_sharding(bed.mesh), runs.SMALL.batch.size
+    loading = {"seed": CONFIG.seed, "batch_size": size, "sequence_length": runs.SMALL.batch.sequence_length}
     batches = {name: Batches(corpus, **loading, rows=rows_here(sharding, size)) for name in programs}
     found: dict[str, Blocks] = {name: defaultdict(list) for name in programs}
     bed.limits(RATE, CORES)
-    for _ in range(STEPS // BLOCK):
+    for _ in range(runs.STEPS // BLOCK):
         for name, program in programs.items():
             of = found[name]
             barrier("block")

@@ -49,17 +49,8 @@ from models.mesh import make_mesh, place_batch
 from models.pretrained.generation import Generator, Sampling
 from models.training.loop import mean_loss
 
-LOSSES = {
-    "run": "",
-    "seeds": "d",
-    "validation loss": ".4f",
-    "loss of the last steps": ".4f",
-    "imbalance": ".2f",
-    "95 % of steps and layers below": ".2f",
-    "after": ".2f",
-    "copies dropped %": ".2f",
-    "most rounds": "d",
-}
+LOSSES = {"run": "", "seeds": "d", "validation loss": ".4f", "loss of the last steps": ".4f", "imbalance": ".2f"}
+LOSSES |= {"95 % of steps and layers below": ".2f", "after": ".2f", "copies dropped %": ".2f", "most rounds": "d"}
 
 
 def losses(curves: Mapping[str, Sequence[Curve]]) -> Table:

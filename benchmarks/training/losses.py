@@ -54,11 +54,8 @@ def train(config: TrainConfig, corpus: Corpus, system: str) -> dict[str, np.ndar
     return dict(zip(names, np.asarray(rows, np.float64).T, strict=True)) | {"counts": np.stack(counts)}
 
 
-COLUMNS = {
-    "system": "",
-    "last loss": ".6f",
-    "steps within 1e-6": "d",
-    "with the same counts": "d",
+COLUMNS = {"system": "", "last loss": ".6f", "steps within 1e-6": "d", "with the same counts": "d"}
+COLUMNS |= {
     "largest difference": ".1e",
     "imbalance before": ".2f",
     "after": ".2f",

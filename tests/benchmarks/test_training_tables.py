@@ -13,6 +13,7 @@ from benchmarks.network.training_runs import (
     BASE,
     BATCH_TOKENS,
     RUNS,
+    SMALL,
     TEXT,
     USUAL,
     WHOLE,
@@ -27,7 +28,7 @@ from benchmarks.network.training_runs import (
     with_dropped,
 )
 from benchmarks.network.training_speed import COMPARED, elapsed_s, over_headroom, speeds, workloads
-from benchmarks.network.whole_runs import BLOCK, SMALL
+from benchmarks.network.whole_runs import BLOCK
 from benchmarks.network.whole_runs import table as whole_runs
 from benchmarks.papers.codec import train_from
 from benchmarks.render.results import Table, Value
