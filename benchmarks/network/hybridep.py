@@ -8,8 +8,7 @@ Predicted seconds are the model's time on the link plus the time of the same pro
 """
 
 import argparse
-import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,18 +43,15 @@ CLEARLY = 1.2
 # ---- a rank --------------------------------------------------------------------
 
 
-def body(rank: Rank, num_tokens: int, inner: int, repeats: int) -> list[dict[str, Any]]:
-    """Time every program at every rate on all ranks; rank 0 also sets the rate and reads the counters."""
+def body(rank: Rank, sizes: Any, repeats: int) -> list[list[Any]]:
+    """Return the times of every program at every rate; rank 0 also sets the rate and reads the counters."""
     from benchmarks.network.jax_ranks import timed_at
-    from benchmarks.network.layer import CHOICES, Sizes, jitted_step
+    from benchmarks.network.layer import CHOICES, jitted_step
 
-    sizes, records = Sizes(num_tokens, WIDTH, inner), []
-    for choice in CHOICES:
-        label = f"T {num_tokens}, F {inner}, {choice}"
-        times = timed_at(rank, *jitted_step(choice, sizes), (None, *RATES_BITS_PER_S), repeats, label)
-        at = {str(rate): {"seconds": seconds, "sent_bytes": sent} for rate, (seconds, sent) in times.items()}
-        records.append({"sizes": dataclasses.asdict(sizes), "choice": dataclasses.asdict(choice), "at": at})
-    return records
+    rates = None, *RATES_BITS_PER_S
+    return [
+        list(timed_at(rank, *jitted_step(one, sizes), rates, repeats, f"{sizes}, {one}").values()) for one in CHOICES
+    ]
 
 
 # ---- the parent ----------------------------------------------------------------
@@ -64,31 +60,23 @@ def body(rank: Rank, num_tokens: int, inner: int, repeats: int) -> list[dict[str
 def measure(num_tokens: int, inner: int, repeats: int) -> list[dict[str, Any]]:
     """Return one row per program and rate."""
     from benchmarks.network.jax_ranks import launch_jax
+    from benchmarks.network.layer import CHOICES, Sizes
 
+    sizes, options = Sizes(num_tokens, WIDTH, inner), {"devices_per_process": DEVICES_PER_PROCESS}
     with TwoDatacenters(1, None).build() as network:
-        ranks = launch_jax(
-            network,
-            lambda rank: body(rank, num_tokens, inner, repeats),
-            devices_per_process=DEVICES_PER_PROCESS,
-            deadline_s=DEADLINE_S,
-        )
-    return [row for of_ranks in zip(*ranks, strict=True) for row in rows_of(of_ranks)]
+        ranks = launch_jax(network, lambda rank: body(rank, sizes, repeats), deadline_s=DEADLINE_S, **options)
+    programs = zip(CHOICES, zip(*ranks, strict=True), strict=True)
+    return [row for choice, of_ranks in programs for row in rows_of(sizes, choice, of_ranks)]
 
 
-def rows_of(of_ranks: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:
+def rows_of(sizes: Any, choice: Any, of_ranks: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
     """Return predictions and measurements of one program at every rate."""
-    from benchmarks.network.layer import Choice, Sizes, wan_bytes, wan_s
+    from benchmarks.network.layer import wan_bytes, wan_s
 
-    first = of_ranks[0]
-    sizes, choice = Sizes(**first["sizes"]), Choice(**first["choice"])
-
-    def seconds(rate: float | None) -> list[float]:
-        """Return the seconds of the slowest rank, which determines the step."""
-        return np.max([record["at"][str(rate)]["seconds"] for record in of_ranks], 0).tolist()
-
-    unlimited_s = seconds(None)
+    # The slowest rank determines the step.
+    unlimited_s, *limited_s = np.max([[seconds for seconds, _ in times] for times in of_ranks], 0).tolist()
     common = {
-        "sizes": first["sizes"],
+        "sizes": sizes,
         "token_bytes": sizes.token_bytes,
         "expert_bytes": sizes.expert_bytes,
         "domain_sizes": [choice.dc, choice.gpu],
@@ -97,15 +85,10 @@ def rows_of(of_ranks: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:
         "unlimited_s": unlimited_s,
     }
     rows = []
-    for rate in RATES_BITS_PER_S:
-        link_s = wan_s(sizes, choice, payload_bytes_per_s(rate))
-        measured = {
-            "wan_bits_per_s": rate,
-            "counted_bytes": first["at"][str(rate)]["sent_bytes"],
-            "predicted_s": link_s + float(np.median(unlimited_s)),
-            "measured_s": seconds(rate),
-        }
-        rows.append(common | measured)
+    for rate, seconds, (_, counted) in zip(RATES_BITS_PER_S, limited_s, of_ranks[0][1:], strict=True):
+        predicted_s = wan_s(sizes, choice, payload_bytes_per_s(rate)) + float(np.median(unlimited_s))
+        measured = {"counted_bytes": counted, "predicted_s": predicted_s, "measured_s": seconds}
+        rows.append({**common, "wan_bits_per_s": rate, **measured})
     return rows
 
 
@@ -121,14 +104,14 @@ def measured_table(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         dc, gpu = row["domain_sizes"]
         medians = {name: float(np.median(row[name])) for name in ("unlimited_s", "measured_s", "counted_bytes")}
-        point = {**row, **row["sizes"], "dc": dc, "gpu": gpu, **medians}
+        point = {**row, **vars(row["sizes"]), "dc": dc, "gpu": gpu, **medians}
         lines.append([point[name] for name in MEASURED])
     return Table(MEASURED, lines)
 
 
 def winners(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the model's choice across datacenters and the fastest, for every rate, sizes and ratio."""
-    from benchmarks.network.layer import RATIOS, Sizes, work_of
+    from benchmarks.network.layer import RATIOS, work_of
     from jax_moe_lb.core import Level
     from jax_moe_lb.sim.stream_model import choose_level
 
@@ -138,19 +121,13 @@ def winners(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for ratio in RATIOS:
             candidates = [row for row in alike if row["ratio"] == ratio or row["domain_sizes"] == [1, 1]]
             rate = payload_bytes_per_s(first["wan_bits_per_s"]) / DEVICES_PER_PROCESS
-            choice = choose_level(work_of(Sizes(**first["sizes"]), ratio), Level("dc", 2, rate))
+            choice = choose_level(work_of(first["sizes"], ratio), Level("dc", 2, rate))
             best = min(candidates, key=lambda row: np.median(row["measured_s"]))
             predicted = [min(row["predicted_s"] for row in candidates if row["domain_sizes"][0] == dc) for dc in (1, 2)]
-            points.append(
-                {
-                    "row": first,
-                    "ratio": ratio,
-                    "model": choice.best.domain_size,
-                    "measured": best["domain_sizes"],
-                    "clear": max(predicted) > CLEARLY * min(predicted),
-                    "speedup": float(np.median(first["measured_s"]) / np.median(best["measured_s"])),
-                }
-            )
+            point = {"row": first, "ratio": ratio, "model": choice.best.domain_size, "measured": best["domain_sizes"]}
+            point["clear"] = max(predicted) > CLEARLY * min(predicted)
+            point["speedup"] = float(np.median(first["measured_s"]) / np.median(best["measured_s"]))
+            points.append(point)
     return points
 
 
