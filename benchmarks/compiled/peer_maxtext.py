@@ -42,20 +42,10 @@ def maxtext_layer(sizes: LayerSizes, mesh: Mesh, options: dict[str, object]) -> 
     theirs = Mesh(np.asarray(mesh.devices).reshape(shape), names)
     with jax.set_mesh(theirs), nnx.logical_axis_rules(config.logical_axis_rules):
         # Without arrays, as the devices may be absent; the layer replaces the parameters.
-        block = nnx.eval_shape(
-            lambda: RoutedMoE(
-                config,
-                sizes.experts,
-                sizes.per_token,
-                theirs,
-                nd_dense_init(1.0, "fan_in", "truncated_normal"),
-                ("embed", None),
-                nnx.Rngs(0),
-                intermediate_dim=sizes.inner,
-                weight_dtype=config.weight_dtype,
-                dtype=config.dtype,
-            )
-        )
+        init = nd_dense_init(1.0, "fan_in", "truncated_normal")
+        given = config, sizes.experts, sizes.per_token, theirs, init, ("embed", None)
+        types = {"weight_dtype": config.weight_dtype, "dtype": config.dtype}
+        block = nnx.eval_shape(lambda: RoutedMoE(*given, nnx.Rngs(0), intermediate_dim=sizes.inner, **types))
     graph, parameters, rest = nnx.split(block, nnx.Param, ...)
 
     def layer(x: jax.Array, kernel: jax.Array, experts: Experts) -> jax.Array:

@@ -52,20 +52,11 @@ def compiled(target: Target, system: System, gathers: bool) -> ProgramReport:
         mesh = hybrid_mesh(whole, {"node": target.num_slices, "expert": 1})
         domains = ExpertDomains.from_mesh(mesh, topology)
         system, topology = system.replace(migrate=GatherExpertDomain(domains)), domains.between
-    experts, precision = ExpertConfig(SIZES.inner), Precision(jnp.bfloat16, jnp.bfloat16)
+    options = {"mesh": mesh, "topology": topology, "system": system, "experts": ExpertConfig(SIZES.inner)}
+    options |= {"precision": Precision(jnp.bfloat16, jnp.bfloat16)}
 
     def make() -> MoE:
-        return MoE(
-            SIZES.hidden,
-            SIZES.experts,
-            TopK(SIZES.per_token),
-            mesh=mesh,
-            topology=topology,
-            system=system,
-            experts=experts,
-            precision=precision,
-            rngs=nnx.Rngs(0),
-        )
+        return MoE(SIZES.hidden, SIZES.experts, TopK(SIZES.per_token), rngs=nnx.Rngs(0), **options)
 
     tokens = jax.ShapeDtypeStruct((whole.size * SIZES.tokens, SIZES.hidden), jnp.bfloat16)
     return LayerProgram(nnx.eval_shape(make), tokens, "uniform").compile(system, {})
@@ -75,12 +66,5 @@ def numbers(report: ProgramReport) -> list[Value]:
     """Return temporaries, and executions and bytes of transfers between slices and inside them."""
     between = [one for one in report.collectives if one.kind.endswith("between slices")]
     inside = [one for one in report.collectives if one not in between and one.axes]
-    counted = [sum(one.count for one in between), sum(one.nbytes for one in between) / 1e6]
-    beside = sum(one.asynchronous for one in between)
-    return [
-        report.temp_bytes / 1e6,
-        *counted,
-        beside,
-        sum(one.count for one in inside),
-        sum(one.nbytes for one in inside) / 1e6,
-    ]
+    counts = [(sum(one.count for one in some), sum(one.nbytes for one in some) / 1e6) for some in (between, inside)]
+    return [report.temp_bytes / 1e6, *counts[0], sum(one.asynchronous for one in between), *counts[1]]

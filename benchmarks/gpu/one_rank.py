@@ -20,6 +20,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
 from jaxtyping import Array, Int
 
 from jax_moe_lb import Experts, Plan, Topology
@@ -158,9 +160,6 @@ def add_slots(sums: Array, gradients: Array, sources: Int[Array, "P"]) -> Array:
 
 def _copy_kernel(home: Array, sources: Array) -> Array:
     # XLA's gather would write the empty slots, too.
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton
-
     shape = sources.shape[0], home.shape[1]
 
     def copy_tile(sources: Any, home: Any, _: Any, out: Any) -> None:
@@ -176,9 +175,6 @@ def _copy_kernel(home: Array, sources: Array) -> Array:
 
 def _add_kernel(sums: Array, gradients: Array, sources: Array) -> Array:
     # XLA's scatter-add would read the gradients of empty slots, too.
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton
-
     def add_tile(sources: Any, gradients: Any, sums: Any, out: Any) -> None:
         expert, at = pl.program_id(0), pl.ds(pl.program_id(1) * WEIGHTS_AT_ONCE, WEIGHTS_AT_ONCE)
 
@@ -222,9 +218,6 @@ def columns_at_once(width: int) -> int:
 
 def _kernel(source: Rows, target: Rows, bounds: Array) -> Rows:
     # XLA's gathers and scatters would write or read rows that do not exist, of the whole buffer.
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton
-
     at_most, columns = max(source.shape[0], target.shape[0]), columns_at_once(source.shape[1])
 
     def copy_tile(bounds: Any, source: Any, _: Any, out: Any) -> None:
@@ -240,9 +233,6 @@ def _kernel(source: Rows, target: Rows, bounds: Array) -> Rows:
 
 def _call(kernel: Any, name: str, grid: tuple[int, int], *operands: Array) -> Array:
     """Run a kernel whose result takes the memory of the last of three operands."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton
-
     call: Any = pl.pallas_call(
         kernel,
         grid=grid,

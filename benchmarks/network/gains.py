@@ -13,16 +13,9 @@ from benchmarks.render.results import Table, Value, spread
 from jax_moe_lb import exact, plain
 from jax_moe_lb.sim import LoadShape, ModelShape, skewed_counts
 
-MODEL = ModelShape(
-    layers=CONFIG.model.num_layers,
-    hidden=CONFIG.model.embed_dim,
-    inner=CONFIG.model.mlp_dim,
-    experts=CONFIG.model.num_experts,
-    per_token=CONFIG.model.experts_per_token,
-    tokens=CONFIG.tokens_per_step // NUM_RANKS,
-    itemsize=4,
-    pre_expert_s=0.0,
-)
+_FIELDS = ("num_layers", "embed_dim", "mlp_dim", "num_experts", "experts_per_token")
+_SIZES = (getattr(CONFIG.model, name) for name in _FIELDS)
+MODEL = ModelShape(*_SIZES, CONFIG.tokens_per_step // NUM_RANKS, itemsize=4, pre_expert_s=0.0)
 
 STEPS = 2
 """Steps of a routing, measured in turn."""

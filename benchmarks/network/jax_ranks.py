@@ -52,14 +52,9 @@ def _join(rank: Rank, devices_per_process: int, heartbeat_s: int) -> None:
     os.environ["XLA_FLAGS"] = flags.strip()
     jax.config.update("jax_platforms", "cpu")
     use_virtual_cpu_devices(devices_per_process)
-    jax.distributed.initialize(
-        f"{rank.hosts[0].address}:{PORT}",
-        len(rank.hosts),
-        rank.index,
-        initialization_timeout=60,
-        heartbeat_timeout_seconds=heartbeat_s,
-        shutdown_timeout_seconds=5,
-    )
+    address, limits = f"{rank.hosts[0].address}:{PORT}", {"initialization_timeout": 60, "shutdown_timeout_seconds": 5}
+    limits |= {"heartbeat_timeout_seconds": heartbeat_s}
+    jax.distributed.initialize(address, len(rank.hosts), rank.index, **limits)
 
 
 def check_same_program(lowered_text: str) -> None:

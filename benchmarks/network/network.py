@@ -1,7 +1,6 @@
 """A network with its hosts, monitored interfaces and rate-limited interfaces."""
 
 from dataclasses import dataclass
-from types import TracebackType
 
 from benchmarks.network.links import Counters, Interface, counters, remove_namespace
 from benchmarks.network.shaping import set_rate
@@ -36,8 +35,6 @@ class Network:
     def __enter__(self) -> "Network":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for name in self.namespaces:
             remove_namespace(name)

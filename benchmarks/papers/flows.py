@@ -32,6 +32,10 @@ SHORTEST = 64
 """Ratio of a round to the shortest step."""
 
 
+Lanes = Int[np.ndarray, "n W"]
+"""Path of each lane of the active flows."""
+
+
 class Flows(NamedTuple):
     """Flows of an exchange."""
 
@@ -65,9 +69,7 @@ class Policy(abc.ABC):
     """Path selection of lanes; implement one for each transport reacting to congestion."""
 
     @abc.abstractmethod
-    def react(
-        self, flows: Flows, path: Int[np.ndarray, "n W"], seen: Seen, rng: np.random.Generator
-    ) -> Int[np.ndarray, "n W"]:
+    def react(self, flows: Flows, path: Lanes, seen: Seen, rng: np.random.Generator) -> Lanes:
         """Return the paths of the next round, in a new array if any changes."""
 
 
@@ -82,15 +84,7 @@ def simulate(flows: Flows, fabric: Fabric, policy: Policy | None, round_s: float
         if policy is not None and now_s >= react_s - round_s / SHORTEST:
             react_s = now_s + round_s
             state.react(policy, rng)
-    return Outcome(
-        seconds=now_s,
-        end_s=state.end_s,
-        sent_bytes=state.sent_bytes,
-        link_bytes=state.link_bytes,
-        busiest=state.busiest,
-        steps=state.steps,
-        moves=state.moves,
-    )
+    return Outcome(now_s, *(getattr(state, name) for name in Outcome._fields[1:]))
 
 
 class _State:

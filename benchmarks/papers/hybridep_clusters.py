@@ -68,18 +68,10 @@ class Setting:
         per_token = max(k for k in (1, 2, 4) if k == 1 or copies // k >= 1024)
         tokens, blocks = copies // per_token, self.assumed.blocks_per_moe
         attention, dense = tokens * (8 * HIDDEN**2 + 2 * HIDDEN * SEQUENCE), tokens * 16 * HIDDEN**2
-        return ModelShape(
-            layers=BLOCKS // blocks,
-            hidden=HIDDEN,
-            inner=round(expert_bytes / (8 * HIDDEN)),
-            experts=experts,
-            per_token=per_token,
-            tokens=tokens,
-            itemsize=4,
-            gated=False,
-            pre_expert_s=(blocks * attention + (blocks - 1) * dense) / self.assumed.flops_per_s,
-            other_s=self.other_s(datacenters),
-        )
+        sizes = BLOCKS // blocks, HIDDEN, round(expert_bytes / (8 * HIDDEN)), experts, per_token, tokens
+        before_s = (blocks * attention + (blocks - 1) * dense) / self.assumed.flops_per_s
+        outside = {"pre_expert_s": before_s, "other_s": self.other_s(datacenters)}
+        return ModelShape(*sizes, itemsize=4, gated=False, **outside)
 
 
 def layer_of(

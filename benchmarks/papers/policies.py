@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-from benchmarks.papers.flows import Flows, Policy, Seen
+from benchmarks.papers.flows import Flows, Lanes, Policy, Seen
 from benchmarks.papers.paths import Fabric, PathsOf, rail_paths
 from jax_moe_lb.core.plan import Plan, rows_between
 from jax_moe_lb.core.types import Counts
@@ -66,9 +66,7 @@ class Rehash(Policy):
 
     rounds: int = 3
 
-    def react(
-        self, flows: Flows, path: Int[np.ndarray, "n W"], seen: Seen, rng: np.random.Generator
-    ) -> Int[np.ndarray, "n W"]:
+    def react(self, flows: Flows, path: Lanes, seen: Seen, rng: np.random.Generator) -> Lanes:
         """Choose a random path, possibly the same, for flows marked long enough."""
         again = seen.rounds_marked[:, None] >= self.rounds
         return np.where(again, rng.integers(flows.choices.shape[1], size=path.shape), path)
@@ -85,9 +83,7 @@ class MinRtt(Policy):
     Smoothing, congestion windows per path, and different end times of chunks are not modelled.
     """
 
-    def react(
-        self, flows: Flows, path: Int[np.ndarray, "n W"], seen: Seen, rng: np.random.Generator
-    ) -> Int[np.ndarray, "n W"]:
+    def react(self, flows: Flows, path: Lanes, seen: Seen, rng: np.random.Generator) -> Lanes:
         """Move one lane of each flow if its wait decreases."""
         wait = seen.queue_s_per_byte[flows.choices[seen.flows]].sum(2)
         flow = np.arange(len(path))
@@ -110,8 +106,6 @@ class Recycle(Policy):
     selection, the limited entropy cache, and failures are not modelled.
     """
 
-    def react(
-        self, flows: Flows, path: Int[np.ndarray, "n W"], seen: Seen, rng: np.random.Generator
-    ) -> Int[np.ndarray, "n W"]:
+    def react(self, flows: Flows, path: Lanes, seen: Seen, rng: np.random.Generator) -> Lanes:
         """Choose new random paths for marked lanes."""
         return np.where(seen.marked, rng.integers(flows.choices.shape[1], size=path.shape), path)

@@ -9,6 +9,7 @@ the spine between fixed NICs; in a separate table they select the rail instead.
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -81,15 +82,10 @@ def mixtral(rng: np.random.Generator, num_gpus: int, spread: float) -> np.ndarra
 
 
 TRAFFIC: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
-    "sparsity 0": lambda rng, gpus: sparse(rng, gpus, 0.0),
-    "sparsity 0.5": lambda rng, gpus: sparse(rng, gpus, 0.5),
-    "sparsity 0.8": lambda rng, gpus: sparse(rng, gpus, 0.8),
-    "sparsity 0.95": lambda rng, gpus: sparse(rng, gpus, 0.95),
-    "Zipf 0.4": lambda rng, gpus: popular(rng, gpus, 0.4),
-    "Zipf 0.8": lambda rng, gpus: popular(rng, gpus, 0.8),
-    "Zipf 1.2": lambda rng, gpus: popular(rng, gpus, 1.2),
-    "Mixtral, nearly even": lambda rng, gpus: mixtral(rng, gpus, 0.3),
-    "Mixtral, own preferences": lambda rng, gpus: mixtral(rng, gpus, 1.5),
+    **{f"sparsity {share:g}": partial(sparse, sparsity=share) for share in (0.0, 0.5, 0.8, 0.95)},
+    **{f"Zipf {exponent}": partial(popular, exponent=exponent) for exponent in (0.4, 0.8, 1.2)},
+    "Mixtral, nearly even": partial(mixtral, spread=0.3),
+    "Mixtral, own preferences": partial(mixtral, spread=1.5),
 }
 BY_RAIL = ("sparsity 0.5", "sparsity 0.8", "sparsity 0.95", "Zipf 0.8", *list(TRAFFIC)[-2:])
 MIXTRAL = tuple(name for name in TRAFFIC if name.startswith("Mixtral"))

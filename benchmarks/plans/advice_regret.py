@@ -126,18 +126,10 @@ def regret_of(choice: Choice, judge: Evaluator, space: Space, loads: list[Worklo
         if (took_s := sum_s(one, best_s)) < best_s:
             best, best_s = one, took_s
     load = loads[0].counts[0].sum(0).reshape(judge.cluster.num_ranks, -1).sum(1)
-    return Found(
-        judge.cluster.num_ranks,
-        judge.model.experts,
-        judge.model.expert_bytes / 1e6,
-        float(load.max() / load.mean()),
-        choice.name,
-        best.name,
-        mine_s / best_s - 1,
-        mine_s / plain_s,
-        fits_in_memory(judge, choice),
-        len(fitting),
-    )
+    sizes = judge.cluster.num_ranks, judge.model.experts, judge.model.expert_bytes / 1e6
+    times = mine_s / best_s - 1, mine_s / plain_s
+    names, fits = (choice.name, best.name), fits_in_memory(judge, choice)
+    return Found(*sizes, float(load.max() / load.mean()), *names, *times, fits, len(fitting))
 
 
 def all_pairs(first: int, number: int, log: Path | None, *, large: bool) -> Iterator[Found]:
@@ -182,13 +174,12 @@ def tables(found: list[Found]) -> dict[str, Table]:
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pairs", type=int, default=PAIRS, help="Number of pairs.")
     parser.add_argument("--large", type=int, default=LARGE, help="Number of pairs with more than 64 ranks among them.")
-    parser.add_argument("--first", type=int, default=FIRST, help="Seed of the first pair.")
     parser.add_argument("--log", type=Path, help="File of finished pairs; a later run continues from it.")
     parser.add_argument("--quick", action="store_true", help="Use few pairs.")
 
 
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     pairs, large = (2, 0) if given.quick else (given.pairs, given.large)
-    found = list(all_pairs(given.first, pairs - large, given.log, large=False))
-    found += all_pairs(given.first + FIRST_LARGE, large, given.log, large=True)
+    found = list(all_pairs(FIRST, pairs - large, given.log, large=False))
+    found += all_pairs(FIRST + FIRST_LARGE, large, given.log, large=True)
     return tables(found)

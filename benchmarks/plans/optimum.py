@@ -43,11 +43,6 @@ def optimum(
     upper[quota] = load[expert]
     integral = np.zeros(1 + 2 * n)
     integral[made] = 1
-    result = milp(
-        cost,
-        constraints=constraints,
-        integrality=integral,
-        bounds=Bounds(lower, upper),
-        options={"time_limit": limit_s, "mip_rel_gap": 5e-4},
-    )
+    ends = {"time_limit": limit_s, "mip_rel_gap": 5e-4}
+    result = milp(cost, constraints=constraints, integrality=integral, bounds=Bounds(lower, upper), options=ends)
     return (np.nan if result.x is None else result.fun), result.mip_dual_bound

@@ -9,21 +9,8 @@ from benchmarks.reliability import runs
 from benchmarks.reliability.soak import soak
 from benchmarks.render.results import out_option, report
 
-RUNS = {
-    "calls": runs.calls,
-    "files": runs.files,
-    "interrupts": runs.interrupts,
-    "kills": runs.kills,
-    "layers": runs.layers,
-    "mutants": runs.mutants,
-    "plans": runs.plans,
-    "process_kills": runs.process_kills,
-    "soak": soak,
-    "sockets": runs.sockets,
-    "stalls": runs.stalls,
-    "training_kills": runs.training_kills,
-    "writers": runs.writers,
-}
+_NAMES = "calls files interrupts kills layers mutants plans process_kills sockets stalls training_kills writers"
+RUNS = {"soak": soak} | {name: getattr(runs, name) for name in _NAMES.split()}
 
 
 def main() -> None:
