@@ -5,7 +5,6 @@ between two GPUs, NVLink, or a whole layer, whose collectives NCCL refuses for t
 """
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import time
 import jax
 
 from benchmarks.gpu.findings import Check, Finding, Scale
+from benchmarks.training.local_gloo import free_port
 from jax_moe_lb.core.custom_calls import is_built
 
 MEMORY_FRACTION = 0.1
@@ -20,11 +20,8 @@ LIMIT_S = 150.0
 
 
 def start(number: int, width: int, calls: int, *, on_gpu: bool, timeout_s: int = 60) -> list[subprocess.Popen[str]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(MEMORY_FRACTION)}
-    common = ["--number", number, "--port", port, "--width", width, "--calls", calls]
+    common = ["--number", number, "--port", free_port(), "--width", width, "--calls", calls]
     common += ["--timeout-s", timeout_s]
     command = [sys.executable, "-m", "benchmarks.gpu.process_rank", *map(str, common)]
     command += ["--platform", "cuda" if on_gpu else "cpu"]

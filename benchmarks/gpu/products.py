@@ -90,7 +90,7 @@ def value_programs(backend: Backend, products: Sequence[Product]) -> Programs:
         found["values", EXPECT, label] = Program(reference(product), operands)
         for other in (expected, result):
             name = f"{label}, {other.dtype}"
-            found["values", COMPARE, name] = Program(partial(_difference, product.kind), (result, other, count))
+            found["values", COMPARE, name] = Program(partial(difference, product.kind), (result, other, count))
     return found
 
 
@@ -123,7 +123,8 @@ def _run(backend: Backend, product: Product, left: Any, right: Any, sizes: jax.A
     return jnp.concatenate(found) if isinstance(found, tuple) else found
 
 
-def _difference(kind: Kind, found: jax.Array, expected: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+def difference(kind: Kind, found: jax.Array, expected: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the largest difference relative to the largest entry, and the sum of entries, of the first rows."""
     if kind != "outer":
         inside = (jnp.arange(found.shape[0]) < count)[:, None]
         found, expected = jnp.where(inside, found, 0), jnp.where(inside, expected, 0)

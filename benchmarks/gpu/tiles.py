@@ -20,7 +20,8 @@ import numpy as np
 from benchmarks.gpu.clocks import Clocks
 from benchmarks.gpu.device import gpu_kind
 from benchmarks.gpu.findings import Check, Finding, Scale
-from benchmarks.gpu.kit import Program, Programs, compile_all
+from benchmarks.gpu.kit import Program, Programs, compile_all, in_words
+from benchmarks.gpu.products import MOST_ERROR, difference
 from benchmarks.render.results import Table, Value
 from jax_moe_lb.aot.targets import GPUS
 from jax_moe_lb.kernels.backends import BACKENDS, DIMENSIONS, KINDS, Backend, Kind, Product, choose_backend
@@ -30,9 +31,6 @@ BF16 = jnp.dtype(jnp.bfloat16)
 
 WITHIN = 1.1
 """Largest time of the chosen backend, relative to the fastest kernel."""
-
-MOST_ERROR = 0.02
-"""Largest difference from a dense product, relative to its largest entry."""
 
 RUN_S, REPEATS, MOST_CALLS, LEAST_CALLS = 6e-3, 5, 64, 4
 """Seconds of one timing, timings, and most and least calls in one."""
@@ -205,10 +203,8 @@ def _dense(kind: Kind, left: jax.Array, right: jax.Array) -> jax.Array:
 
 def _error(kind: Kind, found: jax.Array, left: jax.Array, right: jax.Array, count: jax.Array) -> jax.Array:
     """Return the largest difference from a dense product in the first group, relative to the largest entry."""
-    inside = (jnp.arange(left.shape[0]) < count)[:, None]
-    expected = _dense(kind, jnp.where(inside, left, 0), right).astype(jnp.float32)
-    found = (found[0] if kind == "outer" else jnp.where(inside, found, 0)).astype(jnp.float32)
-    return jnp.abs(found - expected).max() / jnp.abs(expected).max()
+    expected = _dense(kind, jnp.where((jnp.arange(left.shape[0]) < count)[:, None], left, 0), right)
+    return difference(kind, found[0] if kind == "outer" else found, expected, count)[0]
 
 
 class Clock:
@@ -316,7 +312,7 @@ def _measure(
                 del result
                 seconds = clock.seconds(call)
             except Exception as error:  # a row with the reason; other kernels are measured
-                note = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                note = in_words(error)
             dense_s = seconds if kernel == DENSE else dense_s
             rate = flops / seconds / 1e12 if seconds else None
             share = dense_s / seconds if seconds and dense_s else None

@@ -13,6 +13,7 @@ import jax
 
 from benchmarks.gpu.claims import PARTS
 from benchmarks.gpu.findings import DRY_RUN_FAILED, FALSE, NOT_REACHED, TRUE, Claim, Finding, Row, Scale, write_row
+from benchmarks.gpu.kit import in_words
 
 RUNNING = "the process ended during the check"
 DRY_RUN_DEVICES = 4
@@ -37,7 +38,7 @@ def check(claim: Claim, path: Path, run: str, scale: Scale) -> bool:
         (outcome, found), table = outcome_of(finding, backend), finding.table
     except Exception as error:  # whatever it is, the claim is false
         traceback.print_exc()
-        completed, reason = False, " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        completed, reason = False, in_words(error, 500)
         outcome, found = (FALSE, reason) if backend == "gpu" else (NOT_REACHED, f"{DRY_RUN_FAILED}{reason}")
     write_row(path, Row(claim.name, outcome, found, time.perf_counter() - begin, device, "", run), table)
     print(f"{claim.name}: {outcome}: {found}", flush=True)

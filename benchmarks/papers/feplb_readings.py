@@ -11,7 +11,7 @@ loads. The error of a reading is the root mean square over the six points, in pe
 """
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,39 +105,27 @@ FIGURE_5 = [100 * (1 - case.feplb / case.straggler) for case in CASES]
 PUBLISHED = np.array([*FIGURE_5, *DYNAMIC_EXPERTS.values()])
 
 
-@dataclass(frozen=True)
-class Found:
-    """Results of a reading on one kind of loads, at the six points."""
+def error(points: np.ndarray) -> float:
+    """Return the root mean square error over the points of all kinds of loads, in percentage points."""
+    return float(np.sqrt(np.mean((points - PUBLISHED) ** 2)))
 
-    points: np.ndarray
 
-    @property
-    def error(self) -> float:
-        """Root mean square error over the six points, in percentage points."""
-        return float(np.sqrt(np.mean((self.points - PUBLISHED) ** 2)))
-
-    @property
-    def rises(self) -> bool:
-        """Whether the reduction increases with the number of ranks, as published."""
-        return bool((np.diff(self.points[:3]) > 0).all())
+def rises(points: np.ndarray) -> bool:
+    """Return whether the reduction increases with the number of ranks, as published."""
+    return bool((np.diff(points[:3]) > 0).all())
 
 
 class Loads:
-    def __init__(self, kind: tuple[Shape, int], seed: int, number: int) -> None:
+    def __init__(self, kind: tuple[Shape, int], number: int) -> None:
         shape, copies = kind
-        self.loads = {case.num_ranks: counts(case, seed, number, copies, shape) for case in CASES}
+        self.loads = {case.num_ranks: counts(case, 0, number, copies, shape) for case in CASES}
         self.before = {ranks: straggler(plain(loads)).sum() for ranks, loads in self.loads.items()}
 
-    def find(self, reading: Reading) -> Found:
+    def find(self, reading: Reading) -> np.ndarray:
+        """Return the reductions of a reading at the six points, in percent."""
         points = [(case.num_ranks, NUM_DYNAMIC) for case in CASES] + [(8, number) for number in DYNAMIC_EXPERTS]
         after = [straggler_after(self.loads[ranks], reading, number).sum() for ranks, number in points]
-        before = [self.before[ranks] for ranks, _ in points]
-        return Found(100 * (1 - np.array(after) / np.array(before)))
-
-
-def error_over(found: Iterable[Found]) -> float:
-    """Return the root mean square error over all kinds of loads, weighted equally."""
-    return float(np.sqrt(np.mean([one.error**2 for one in found])))
+        return 100 * (1 - np.array(after) / np.array([self.before[ranks] for ranks, _ in points]))
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -145,13 +133,13 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
-    kinds = {name: Loads(kind, 0, given.number) for name, kind in KINDS.items()}
+    kinds = {name: Loads(kind, given.number) for name, kind in KINDS.items()}
     rows: list[list[Value]] = []
     for reading in one_changed():
         found = {name: kind.find(reading) for name, kind in kinds.items()}
-        rises = "; ".join(name for name, one in found.items() if one.rises)
-        errors = [*(one.error for one in found.values()), error_over(found.values())]
-        rows.append([*str(reading).split(" | "), *errors, rises or "none"])
+        errors = [error(points) for points in (*found.values(), np.stack(list(found.values())))]
+        rising = "; ".join(name for name, points in found.items() if rises(points))
+        rows.append([*str(reading).split(" | "), *errors, rising or "none"])
     columns = dict.fromkeys(("dynamic", "accepted if", "if rejected", "tau"), "")
     columns |= dict.fromkeys((*kinds, "all"), ".1f") | {"rises on": ""}
     return {"one_changed": Table(columns, rows, "The default, and one rule changed")}

@@ -10,7 +10,6 @@ import argparse
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.render.results import Table, Value
+from benchmarks.training.local_gloo import free_port
 from models.architectures.config_json import Fields
 from models.architectures.published import PUBLISHED
 from models.architectures.registry import configured, pieces_of
@@ -44,12 +44,16 @@ def write_checkpoint(folder: Path, text: str) -> dict[str, int]:
 
 def load_in(folder: Path, num_processes: int, repetitions: int = 1) -> list[dict[str, float]]:
     """Return the measurements of all processes, see `benchmarks.training.load_memory`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     # gRPC would use proxies for 127.0.0.1.
     environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-    command = [sys.executable, "-m", "benchmarks.training.load_memory", str(folder), str(port), str(num_processes)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.training.load_memory",
+        str(folder),
+        str(free_port()),
+        str(num_processes),
+    ]
     options: dict[str, Any] = {"env": environment | {"JAX_PLATFORMS": "cpu"}, "stdout": subprocess.PIPE, "text": True}
     commands = [[*command, str(i), str(repetitions)] for i in range(num_processes)]
     processes: list[Any] = [subprocess.Popen(one, **options) for one in commands]

@@ -5,6 +5,13 @@ import socket
 from jax._src.lib import _jax
 
 
+def free_port() -> int:
+    """Return a port of 127.0.0.1 that no process uses."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def bind_gloo() -> None:
     """Make gloo bind to 127.0.0.1 if the host name does not resolve, as on a minimal machine."""
     try:
