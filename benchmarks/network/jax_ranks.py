@@ -82,12 +82,13 @@ def timed_at(
     check_same_program(lowered.as_text())
     program = lowered.compile()
     timed_step(rank, program, args)
-    found: dict[float | None, Timed] = {}
-    for rate in rates:
+    found: dict[float | None, Timed] = {rate: ([], []) for rate in rates}
+    # In turns, so that a change of the speed of the machine changes all rates.
+    for rate in [*rates] * repeats:
         if rank.index == 0:
             rank.network.set_rate(rate)
-        seconds, sent_bytes = zip(*(timed_step(rank, program, args) for _ in range(repeats)), strict=True)
-        found[rate] = list(seconds), list(sent_bytes)
+        for kept, value in zip(found[rate], timed_step(rank, program, args), strict=True):
+            kept.append(value)
     if rank.index == 0:
         rank.network.set_rate(None)
         print(label, flush=True)
