@@ -1,5 +1,6 @@
 """Clocks of the GPU while programs run, and the rates of memory and of dense products beside them."""
 
+import re
 import subprocess
 import threading
 import time
@@ -17,7 +18,7 @@ from benchmarks.gpu.kit import Program, compile_all, in_words
 from benchmarks.render.results import Table, Value
 
 QUERY = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
-PERIOD_MS = 100
+PERIOD_MS, NUMBER = 100, re.compile(r"\d+(\.\d+)?")
 
 REPEATS = 5
 
@@ -32,7 +33,7 @@ class Clocks:
     """Context that samples clocks by `nvidia-smi`; without it, there are no samples."""
 
     def __init__(self) -> None:
-        self._samples: list[tuple[float, list[float]]] = []
+        self._samples: list[tuple[float, list[float | None]]] = []
         self._start, self._process = 0.0, None
 
     def __enter__(self) -> "Clocks":
@@ -52,8 +53,9 @@ class Clocks:
     def _read(self, lines: Any) -> None:
         for line in lines:
             # A driver may not report a value.
-            with suppress(ValueError):
-                self._samples.append((time.monotonic(), [float(one) for one in line.split(",")]))
+            values = [float(one) if NUMBER.fullmatch(one.strip()) else None for one in line.split(",")]
+            if len(values) == len(QUERY):
+                self._samples.append((time.monotonic(), values))
 
     def start(self) -> None:
         """Forget the earlier samples."""
@@ -62,7 +64,8 @@ class Clocks:
     def medians(self) -> list[float | None]:
         """Return the medians of `QUERY` since `start`; the last sample if none is later."""
         since = [values for at, values in self._samples if at >= self._start] or [v for _, v in self._samples[-1:]]
-        return [float(one) for one in np.median(since, 0)] if since else [None] * len(QUERY)
+        known = [[one for one in of if one is not None] for of in zip(*since, strict=True)] or [[]] * len(QUERY)
+        return [float(np.median(of)) if of else None for of in known]
 
     def mhz(self) -> float | None:
         """Return the median clock of the multiprocessors since `start`, in MHz."""

@@ -23,15 +23,14 @@ SIZES = ((8, 128, 20), (32, 256, 10), (64, 256, 6))
 OPTIONS = {"eps = 0": (0.0, False), "eps = 0.01, localize": (0.01, True)}
 
 
-def estimates() -> dict[tuple[str, str], tuple[float, float]]:
+def estimates() -> dict[tuple[int, int, int, str], tuple[float, float]]:
     """Return the least and the largest estimated us of a kernel over the recorded loads, by size and options."""
-    found: dict[tuple[str, str], tuple[float, float]] = {}
-    for row in read(RESULTS / "plans.json")["plans_times"].tables["times"].rows:
-        if row[6] is None or row[7] is None:
-            continue
-        key, low, high = (str(row[0]), str(row[2])), min(row[6]), max(row[7])  # type: ignore[arg-type,type-var]
-        least, most = found.get(key, (np.inf, 0.0))
-        found[key] = float(min(least, low)), float(max(most, high))
+    found: dict[tuple[int, int, int, str], tuple[float, float]] = {}
+    for row in read(RESULTS / "plans.json")["plans_times"].tables["times"].dicts():
+        low, high = row["kernel, loads overlap"], row["kernel, no loads overlap"]
+        if low is not None and high is not None:
+            ranks, experts = map(int, row["ranks x experts"].split(" x "))
+            found[ranks, experts, experts // ranks + row["S - L"], row["options"]] = min(low), max(high)
     return found
 
 
@@ -48,7 +47,7 @@ def exact_kernel(scale: Scale) -> Finding:
     rows, late = [], []
     for ranks, experts, slots in scale.of(SIZES, ((8, 32, 6),)):
         for label, (eps, localize) in OPTIONS.items():
-            low, high = estimates().get((f"{ranks} x {experts}", label), (None, None))
+            low, high = estimates().get((ranks, experts, slots, label), (None, None))
             kernel_us, calls_us = _measure(ranks, experts, slots, eps, localize, scale.of(20, 2))
             rows.append([f"{ranks} x {experts}", label, kernel_us, low, high, *calls_us])
             if kernel_us and high and kernel_us > high:

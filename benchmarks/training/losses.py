@@ -55,13 +55,8 @@ def train(config: TrainConfig, corpus: Corpus, system: str) -> dict[str, np.ndar
 
 
 COLUMNS = {"system": "", "last loss": ".6f", "steps within 1e-6": "d", "with the same counts": "d"}
-COLUMNS |= {
-    "largest difference": ".1e",
-    "imbalance before": ".2f",
-    "after": ".2f",
-    "most rounds": ".0f",
-    "step ms": ".0f",
-}
+COLUMNS |= {"largest difference": ".1e", "imbalance before": ".2f", "after": ".2f", "most rounds": ".0f"}
+COLUMNS |= {"step ms": ".0f"}
 """Columns of the table; systems run one after the other."""
 
 

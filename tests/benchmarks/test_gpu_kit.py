@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.gpu import ahead, comparison, kit, runner, session, written
+from benchmarks.gpu import ahead, comparison, kit, runner, session, times, written
 from benchmarks.gpu.claims import PARTS
 from benchmarks.gpu.clocks import Clocks
 from benchmarks.gpu.comparison import TINY, Served, Timed, times_of
@@ -98,6 +98,19 @@ def test_sessions_stay_below_their_limits_and_the_rest_has_all_other_claims():
 def test_an_even_load_has_no_replicas_and_a_hot_one_has_all_rows():
     assert group_sizes(Load(65536, "even"), 18, 2).tolist() == [4096] * 16 + [0] * 2
     assert group_sizes(Load(65536, "hot"), 18, 2).sum() == 65536
+
+
+def test_a_clock_that_is_not_reported_leaves_the_others():
+    clocks = Clocks()
+    assert clocks.medians() == [None] * 4
+    clocks._read(["1980, 2619, [N/A], 40\n", "no device\n", "1900, 2619, [N/A], 41.5\n"])
+    assert clocks.medians() == [1940.0, 2619.0, None, 40.75]
+
+
+def test_estimates_of_a_kernel_are_of_as_many_slots():
+    found = times.estimates()
+    assert all((*size, label) in found for size in times.SIZES for label in times.OPTIONS)
+    assert found[64, 256, 5, "eps = 0"] != found[64, 256, 6, "eps = 0"]
 
 
 def test_programs_take_turns():
