@@ -122,7 +122,7 @@ PARTS = {
     ),
     "training": _claims(
         "docs/how-to/training.md",
-        ("trains-exact", "`tiny` trains with `exact` to the loss of `plain`", training.trains("exact")),
+        ("trains-exact", "`tiny` trains with `exact` to the loss of `plain`", training.trains),
     ),
 }
 """Claims of each part, the most valuable part first."""

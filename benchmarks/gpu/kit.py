@@ -127,7 +127,7 @@ def name_of(key: tuple[Any, ...]) -> str:
     return ", ".join(str(part) for part in key)
 
 
-def compile_all(given: Mapping[tuple[Any, ...], AheadProgram], threads: int | None = None) -> dict[Any, Any]:
+def compile_all(given: Mapping[tuple[Any, ...], AheadProgram]) -> dict[Any, Any]:
     """Load or compile programs in threads; the result of one that fails is its exception."""
 
     def attempt(key: tuple[Any, ...]) -> Any:
@@ -136,7 +136,7 @@ def compile_all(given: Mapping[tuple[Any, ...], AheadProgram], threads: int | No
         except Exception as error:  # other programs are measured without it
             return error
 
-    with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         return dict(zip(given, pool.map(attempt, given), strict=True))
 
 

@@ -73,11 +73,7 @@ class Case:
     has_rates: bool = False
 
 
-SYSTEMS: dict[str, System] = {
-    "plain": plain(),
-    "exact": exact(),
-    "ultraep": ultraep(),
-}
+SYSTEMS: dict[str, System] = {"plain": plain(), "exact": exact(), "ultraep": ultraep()}
 """Dropless systems."""
 
 RATES = {"bytes_per_s": (185e6,), "flops_per_s": 73e9}
@@ -244,39 +240,21 @@ class Testbed:
             print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
     def times(
-        self,
-        program: Program,
-        corpus: Corpus,
-        steps: int,
-        first: int,
-        records: Sequence[Sequence[float]] | None,
-        warm_steps: int,
+        self, program: Program, corpus: Corpus, steps: int, records: Sequence[Sequence[float]] | None, warm_steps: int
     ) -> dict[str, Any]:
         from benchmarks.network.jax_ranks import barrier
 
         config, rows = program.config, []
         for number in range(warm_steps + steps):
-            batch = corpus.batch(config.seed, first + number, config.batch.size, config.batch.sequence_length)
+            batch = corpus.batch(config.seed, 1 + number, config.batch.size, config.batch.sequence_length)
             tokens = place_batch(batch, program.mesh)
             barrier("step")
-            start_s, cpu_s = time.perf_counter(), time.process_time()
+            start_s = time.perf_counter()
             loss, stats = program.step(tokens, None if records is None else records[number % len(records)])
-            seconds, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_s
-            rows.append(_row(loss, stats, seconds, cpu_s))
+            row = {"loss": float(loss), "seconds": time.perf_counter() - start_s}
+            after = {"after": float(np.mean(stats.imbalance_after))} if isinstance(stats, Stats) else {}
+            rows.append(row | after)
         return {name: [row[name] for row in rows[warm_steps:]] for name in rows[0]}
-
-
-def _row(loss: Any, stats: Any, seconds: float, cpu_s: float) -> dict[str, Any]:
-    row = {"loss": float(loss), "seconds": seconds, "cpu_s": cpu_s}
-    if not isinstance(stats, Stats):
-        return row
-    return row | {
-        "before": float(np.mean(stats.imbalance_before)),
-        "after": float(np.mean(stats.imbalance_after)),
-        "rounds": int(np.max(stats.rounds)),
-        "dropped": int(np.sum(stats.dropped)),
-        "weight_bytes": float(np.sum(stats.weight_bytes_moved)),
-    }
 
 
 def release_memory() -> None:
@@ -298,12 +276,7 @@ def run(body: Callable[[Testbed], Any], deadline_s: float) -> list[Any]:
     from benchmarks.network.jax_ranks import launch_jax
 
     with cpu_groups(NUM_RANKS) as groups, Rails(NUM_RANKS, 1, None, rail_only=True).build() as network:
-        return launch_jax(
-            network,
-            lambda rank: body(Testbed(rank, groups[rank.index])),
-            devices_per_process=1,
-            deadline_s=deadline_s,
-            prepare=partial(prepare, groups),
-            # Compilation on a busy machine delays heartbeats.
-            heartbeat_s=100,
-        )
+        # Compilation on a busy machine delays heartbeats.
+        options = {"devices_per_process": 1, "deadline_s": deadline_s, "heartbeat_s": 100}
+        start = partial(prepare, groups)
+        return launch_jax(network, lambda rank: body(Testbed(rank, groups[rank.index])), prepare=start, **options)

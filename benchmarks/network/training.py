@@ -94,7 +94,7 @@ def calibrate(bed: Testbed) -> dict[str, Any]:
     for rate in RATES:
         bed.limits(rate, CORES)
         machine = to_yaml(measure.measure(NUM_RANKS), measure.HIDDEN, measure.INNER)
-        rest = bed.times(program, corpus, 5, 1, None, WARM_STEPS)["seconds"]
+        rest = bed.times(program, corpus, 5, None, WARM_STEPS)["seconds"]
         found[str(rate)] = {"machine": machine, "rest_s": rest}
         bed.limits(None, None)
     return found
@@ -191,7 +191,7 @@ def measure(bed: Testbed, passes: int, raw: str) -> list[dict[str, Any]]:
     for rate in RATES:
         bed.limits(rate, CORES)
         for turn, routing, name in itertools.product(range(passes), ROUTINGS, CASES):
-            times = bed.times(programs[name], corpus, STEPS, 1, numbers[routing], WARM_STEPS)
+            times = bed.times(programs[name], corpus, STEPS, numbers[routing], WARM_STEPS)
             found.append({"rate": rate, "turn": turn, "routing": routing, "system": name, **times})
             Path(f"{raw}.{bed.rank.index}").write_text(json.dumps(found))
             bed.say(f"{turn} {rate / 1e6:.0f} {routing} {name}: {np.mean(times['seconds']):.3f} s")

@@ -204,9 +204,9 @@ def load_curve(path: Path) -> Curve:
         return Curve(*(file[field] for field in Curve._fields))
 
 
-def seeds_of(folder: Path, run: str, workload: str = USUAL) -> list[Curve]:
+def seeds_of(folder: Path, run: str) -> list[Curve]:
     """Return the curves of a run's seeds that exist."""
-    paths = (Key(run, workload, seed).path(folder) for seed in range(SEEDS))
+    paths = (Key(run, seed=seed).path(folder) for seed in range(SEEDS))
     return [load_curve(path) for path in paths if path.exists()]
 
 

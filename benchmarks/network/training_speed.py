@@ -178,11 +178,11 @@ def measure(bed: testbed.Testbed, given: argparse.Namespace) -> None:
 
     memory = {name: program.memory_bytes for name, program in programs.items()}
     for point, of_steps in records.items():
-        bed.times(chosen(point), corpus, 1, 1, of_steps, 0)
+        bed.times(chosen(point), corpus, 1, of_steps, 0)
     points = list[dict[str, Any]]()
     for turn in range(PASSES):
         for point, of_steps in records.items():
-            times = bed.times(chosen(point), corpus, PER_PASS, 1, of_steps[turn::PASSES], 0)
+            times = bed.times(chosen(point), corpus, PER_PASS, of_steps[turn::PASSES], 0)
             points.append({"turn": turn, "workload": point[0], "run": point[1], **times})
             bed.say(f"{turn} {point}: {np.mean(times['seconds']):.3f} s")
         found = {"memory": memory, "points": points}

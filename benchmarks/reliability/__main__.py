@@ -9,8 +9,9 @@ from benchmarks.reliability import runs
 from benchmarks.reliability.soak import soak
 from benchmarks.render.results import out_option, report
 
-_NAMES = "calls files interrupts kills layers mutants plans process_kills sockets stalls training_kills writers"
-RUNS = {"soak": soak} | {name: getattr(runs, name) for name in _NAMES.split()}
+_INPUTS = (runs.calls, runs.files, runs.interrupts, runs.kills, runs.layers, runs.mutants, runs.plans)
+_FAULTS = (runs.process_kills, soak, runs.sockets, runs.stalls, runs.training_kills, runs.writers)
+RUNS = {one.__name__: one for one in (*_INPUTS, *_FAULTS)}
 
 
 def main() -> None:
