@@ -137,12 +137,7 @@ RUNS = (
     Run("compiled.timeline", ("forms",), refusal=_compilers, result="timeline_tpu"),
     Run("compiled.slices", refusal=_compilers),
     Run("reliability.files", ("--number", "100000"), ()),
-    Run(
-        "reliability.files",
-        ("--number", "20000", "--seed", "1"),
-        ("--seed", "1"),
-        result="reliability_files_again",
-    ),
+    Run("reliability.files", ("--number", "20000", "--seed", "1"), ("--seed", "1"), result="reliability_files_again"),
     Run("reliability.plans", ("--number", "20000"), ()),
     Run("reliability.layers", ("--number", "160"), ("--number", "1"), aside=LONG),
     Run("reliability.soak", quick=("--number", "300"), aside=LONG),

@@ -55,10 +55,5 @@ def _durations(data: ProfileData) -> dict[str, list[float]]:
 def custom_call_seconds(target: str, kernel: str, program: Compiled, run: Callable[[], object]) -> float | None:
     """Return the median seconds of a custom call in a call of a program; `None` if the profile has none."""
     names = re.findall(rf'%?([\w.-]+) = .*custom_call_target="{target}"', program.as_text() or "")
-    durations = [
-        seconds
-        for name, all_of in kernel_seconds(run, 2).items()
-        if name in names or kernel in name
-        for seconds in all_of
-    ]
-    return float(np.median(durations)) if durations else None
+    found = [seconds for name, seconds in kernel_seconds(run, 2).items() if name in names or kernel in name]
+    return float(np.median(np.concatenate(found))) if found else None

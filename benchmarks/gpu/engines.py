@@ -70,7 +70,7 @@ def measure(width: int, inner: int, rows: int, slots: int, repeats: int) -> dict
         "planner": (lambda quota: greedy(placement, quota, RANKS, 1), quota),
         "empty": (lambda quota: quota + 1, quota),
     }
-    # In turns, so that the clocks of the GPU are equal for all.
+    # In turns: the clocks of the GPU are then equal for all.
     times = interleaved_s({name: partial(jax.jit(run), *args) for name, (run, *args) in calls.items()}, repeats)
     seconds, copied = {name: float(np.median(one)) for name, one in times.items()}, 2 * RANKS * slots * width * inner
     return {

@@ -266,20 +266,11 @@ def rank_step(inputs: RankInputs, *, exchange: LocalExchange, capacity: int | No
     receipt = exchange.receipt_of(inputs.me, routed, inputs.counts, inputs.plan)
     # `LocalReplicas` reads the slots of this rank in the first row; the rest of the plan is in the receipt.
     plan = replace(inputs.plan, placement=jnp.roll(inputs.plan.placement, -inputs.me, 0))
-    serve = partial(_serve, plan, receipt, exchange, topology)
+
+    def serve(x: Tokens, weights: RoutingWeights, experts: Experts) -> Tokens:
+        return in_rounds((x, weights, experts, plan, receipt), LocalReplicas(), exchange, topology)
+
     y, pull_back = jax.vjp(serve, inputs.x, inputs.weights, inputs.experts)
     # In a model, gradients exist only after the outputs. Without the barrier, XLA merges operations of both passes.
     y, upstream = jax.lax.optimization_barrier((y, inputs.upstream))
     return y, pull_back(upstream)
-
-
-def _serve(
-    plan: Plan,
-    receipt: LocalReceipt,
-    exchange: LocalExchange,
-    topology: Topology,
-    x: Tokens,
-    weights: RoutingWeights,
-    experts: Experts,
-) -> Tokens:
-    return in_rounds((x, weights, experts, plan, receipt), LocalReplicas(), exchange, topology)

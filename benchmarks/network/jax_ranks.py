@@ -83,7 +83,7 @@ def timed_at(
     program = lowered.compile()
     timed_step(rank, program, args)
     found: dict[float | None, Timed] = {rate: ([], []) for rate in rates}
-    # In turns, so that a change of the speed of the machine changes all rates.
+    # In turns: a change of the speed of the machine then changes all rates.
     for rate in [*rates] * repeats:
         if rank.index == 0:
             rank.network.set_rate(rate)

@@ -100,13 +100,9 @@ CHOICES = (PLAIN, *(Choice(dc, gpu, ratio) for dc, gpu in ((1, 2), (2, 1), (2, 2
 
 def work_of(sizes: Sizes, ratio: float) -> Work:
     """Return the work for the model of domain sizes: forward and backward, without overlap of gathers."""
-    return Work(
-        float(sizes.token_bytes),
-        float(sizes.encoded_bytes(Codec(ratio))),
-        pre_expert_s=0.0,
-        gradient_bytes=float(sizes.expert_bytes),
-        backward_exchanges=BACKWARD_EXCHANGES,
-    )
+    sent = float(sizes.token_bytes), float(sizes.encoded_bytes(Codec(ratio)))
+    gradients = float(sizes.expert_bytes)
+    return Work(*sent, pre_expert_s=0.0, gradient_bytes=gradients, backward_exchanges=BACKWARD_EXCHANGES)
 
 
 def between_datacenters(sizes: Sizes, choice: Choice, payload_bytes_per_s: float) -> Latency:

@@ -244,13 +244,9 @@ def published(all_results: dict[int, dict[str, Results]]) -> Table:
     """
     rows: list[list[Value]] = []
     for kind in ("sparsity", "Zipf", "Mixtral"):
-        cells = [
-            (results.seconds[RAILS] / seconds).mean()
-            for by_traffic in all_results.values()
-            for name, results in by_traffic.items()
-            for way, seconds in results.seconds.items()
-            if name.startswith(kind) and way not in PLANNED
-        ]
+        of_kind = (of for by in all_results.values() for name, of in by.items() if name.startswith(kind))
+        others = ((of, s) for of in of_kind for way, s in of.seconds.items() if way not in PLANNED)
+        cells = [(of.seconds[RAILS] / seconds).mean() for of, seconds in others]
         slow, fast = max(cells), min(cells)
         time, bus = (100 * (slow - 1), 100 * (fast - 1)), (100 * (1 / slow - 1), 100 * (1 / fast - 1))
         inside = np.mean([1 + PUBLISHED_TIME[1] / 100 <= cell <= 1 + PUBLISHED_TIME[0] / 100 for cell in cells])

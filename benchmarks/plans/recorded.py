@@ -10,14 +10,8 @@ Layers = dict[str, np.ndarray]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--loads",
-        nargs="+",
-        type=pathlib.Path,
-        default=[],
-        metavar="FILE",
-        help="NumPy files of tokens [layers, experts]; 58 synthetic layers of 256 experts by default.",
-    )
+    text = "NumPy files of tokens [layers, experts]; 58 synthetic layers of 256 experts by default."
+    parser.add_argument("--loads", nargs="+", type=pathlib.Path, default=[], metavar="FILE", help=text)
     parser.add_argument("--step", type=int, default=1, help="Use every STEP-th layer.")
 
 

@@ -197,7 +197,7 @@ def _runs(path: Path) -> dict[str, Any]:
 
 
 def _write(runs: Mapping[str, Any], path: Path) -> None:
-    # A process that is killed while it writes leaves the old file.
+    # A killed process leaves the old file.
     part = path.with_suffix(f".{os.getpid()}.part")
     part.write_text(_text(runs) + "\n")
     part.replace(path)

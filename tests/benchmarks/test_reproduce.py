@@ -58,7 +58,7 @@ def defined_in(path):
 
 
 def test_every_import_of_a_benchmark_is_there():
-    """Some benchmarks need packages that are not installed here, so no module is imported."""
+    """Some benchmarks need absent packages, so no module is imported."""
     root, missing = HERE.parent, []
     for path in HERE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
