@@ -1,8 +1,6 @@
 """Output and files of `plan` and `replay`."""
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,15 +18,8 @@ from tests.cli.commands import output
 
 ROOT = Path(__file__).parents[2]
 HEAD = ["balancer", "num_ranks", "num_experts", "replica_slots"]
-EFFECT = [
-    "imbalance_before",
-    "imbalance_after",
-    "straggler_before",
-    "straggler_after",
-    "replicas",
-    "max_fan_out",
-    "planner_us",
-]
+EFFECT = ["imbalance_before", "imbalance_after", "straggler_before", "straggler_after", "replicas"]
+EFFECT += ["max_fan_out", "planner_us"]
 
 
 @dataclass(frozen=True)
@@ -95,11 +86,7 @@ def test_plan_json(capsys, counts_file):
 
 
 EDGES = {
-    "no slots in domains of one rank": (
-        skewed_counts(3),
-        ("--ranks-per-domain", 1),
-        {"replica_slots": 2, "replicas": 0},
-    ),
+    "domains of one rank": (skewed_counts(3), ("--ranks-per-domain", 1), {"replica_slots": 2, "replicas": 0}),
     "no tokens": (np.zeros((4, 8), int), (), {"imbalance_after": 1, "straggler_after": 0}),
     "one rank": (np.ones((1, 4), int), (), {"replica_slots": 0, "imbalance_after": 1}),
     "other integers": (skewed_counts().astype(np.uint64), (), {}),
@@ -189,14 +176,6 @@ def test_replay_carries_state_per_layer(capsys, trace_file, late_start):
 
 def test_plan_starts_every_layer_afresh(capsys, counts_file, late_start):
     assert as_json(capsys, "plan", counts_file, "--balancer", late_start)["mean"]["replicas"] == 0
-
-
-@pytest.mark.slow
-def test_as_a_program(counts_file):
-    command = [sys.executable, "-m", "jax_moe_lb.cli", "plan", str(counts_file), "--balancer", "greedy", "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
-    assert done.stderr == ""
-    assert json.loads(done.stdout)["balancer"] == "greedy"
 
 
 def test_a_balancer_takes_options_and_others_behind_it():

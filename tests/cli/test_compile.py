@@ -10,14 +10,9 @@ import pytest
 
 from jax_moe_lb.aot import quiet_stderr
 from jax_moe_lb.aot.targets import EXTRAS
-from tests.cli.test_refusals import refusal
+from tests.cli.commands import refusal
 
-BAD = [
-    (("--train",), "--target"),
-    (("--target", "x100:8"), "one of a100, h100, h200, b200, gb200, such as h100:1x8"),
-    (("--target", "\a"), "target is '\\x07'; expected"),
-    (("--target", "x" * 10**6), "expected NAME:NODESxGPUS"),
-]
+BAD = [(("--train",), "--target"), (("--target", "x" * 10**6), "expected NAME:NODESxGPUS")]
 BAD_OPTIONS = [
     (("--system", "nope"), "--system is 'nope'; expected one of eplb, "),
     (("--system", "exact+ultraep"), "expected one of direct, once, forward, rails after +"),
@@ -26,10 +21,8 @@ BAD_OPTIONS = [
     (("--system", "plain", "--replica-slots", "2"), "--replica-slots is 2;"),
     (("--headroom", "nan"), "--headroom is 'nan'; expected a number above 0"),
     (("--max-rounds", "0"), "--max-rounds is '0'; expected an integer, at least 1"),
-    (("--timeline", "t", "--load", "zipf"), "--load is 'zipf'; expected uniform"),
     (("--timeline", "t", "--load", "none.npy"), "--load is none.npy: No such file"),
     (("--load", "uniform"), "--load is 'uniform'; expected zipf:1.0 without --timeline"),
-    (("--against", "gone.json"), "--against is gone.json: No such file"),
     (("--timeline", "gone/t.json"), "--timeline is gone/t.json; expected a file in"),
     (("--saved", "row"), "--saved is 'row'; expected one of replicas, rows, hidden"),
     (("--system", "feplb", "--saved", "rows"), "expected Saved() for TwoPhase"),
@@ -51,10 +44,9 @@ def test_a_compiler_that_is_missing_is_named(target, extra, capsys, monkeypatch)
     found = importlib.util.find_spec
     modules = {module for modules in EXTRAS.values() for module in modules}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in modules else found(name))
+    remedy = f"run pip install '.[{extra}]' in a checkout"
     message = refusal(capsys, "compile", "--target", target)
-    assert message == (
-        f"error: target {target} requires the compiler of {extra}; run pip install '.[{extra}]' in a checkout\n"
-    )
+    assert message == f"error: target {target} requires the compiler of {extra}; {remedy}\n"
 
 
 def test_what_compilers_log_stays_off_stderr(capfd):

@@ -15,6 +15,7 @@ from jax_moe_lb.cli import main
 from jax_moe_lb.recordings.counts_files import read_trace
 from jax_moe_lb.recordings.torch_file import read_torch
 from tests.cli.commands import refusal
+from tests.marks import mostly_thorough
 
 RECORDED = Path(__file__).parent / "recorded"
 PLACES = [0, 1, 2, 0, 3, 3]
@@ -171,20 +172,11 @@ def copies(num_pairs, num_copies):
     return b"\x80\x02](ccollections\nOrderedDict\nq\x00](" + pairs + b"eq\x01" + b"h\x00h\x01\x85R" * num_copies + b"e."
 
 
+SAME_HASH = [b"\x8a\x0a" + (i * (2**61 - 1)).to_bytes(10, "little") + b"N" for i in range(9, 30_000)]
 HOSTILE = {
     "copies of a dictionary": (archive(data_pkl=copies(1000, 1000)), "its pickle calls data"),
-    "a nested key": (
-        archive(data_pkl=b"\x80\x02}K\x01" + b"\x85" * 3 * 10**5 + b"Ns."),
-        "sets an item of another type",
-    ),
-    "keys of one hash": (
-        archive(
-            data_pkl=b"\x80\x02}("
-            + b"".join(b"\x8a\x0a" + (i * (2**61 - 1)).to_bytes(10, "little") + b"N" for i in range(9, 30_000))
-            + b"u."
-        ),
-        "sets an item of another type",
-    ),
+    "a nested key": (archive(data_pkl=b"\x80\x02}K\x01" + b"\x85" * 3 * 10**5 + b"Ns."), "an item of another type"),
+    "keys of one hash": (archive(data_pkl=b"\x80\x02}(" + b"".join(SAME_HASH) + b"u."), "an item of another type"),
     "many lists": (archive(data_pkl=b"\x80\x02" + b"]" * 2**21 + b"."), "a pickle of up to 2097155 values; expected"),
     "a large pickle": (archive(data_pkl=b"\x80\x02" + b"N" * 2**26 + b"."), "data.pkl of 67108867 bytes; expected"),
     "code": (archive(data_pkl=pickled(Runs())), "its pickle uses __builtin__.exec"),
@@ -203,12 +195,7 @@ HOSTILE = {
 }
 
 
-SLOW = {"many lists", "a nested key"}
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.thorough) if case in SLOW else case for case in HOSTILE]
-)
+@pytest.mark.parametrize("case", mostly_thorough(HOSTILE, HOSTILE.keys() - {"many lists", "a nested key"}))
 def test_a_pickle_holds_data_or_is_refused(case, tmp_path, capsys):
     content, expected = HOSTILE[case]
     (tmp_path / "bad.pt").write_bytes(content)

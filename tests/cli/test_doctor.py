@@ -36,6 +36,7 @@ from jax_moe_lb.planners.base import kernel_check
 from jax_moe_lb.planners.greedy import greedy_planner
 from jax_moe_lb.planners.relay import relay
 from jax_moe_lb.transport import Gather
+from tests.marks import mostly_thorough
 
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 RANKS = 8
@@ -53,9 +54,8 @@ def integers(*shape):
 def sharded(function, num_replicated):
     mesh = jax.make_mesh((RANKS,), ("expert",), axis_types=(AxisType.Auto,))
     by_rank = PartitionSpec("expert")
-    return jax.shard_map(
-        function, mesh=mesh, in_specs=(by_rank, *[PartitionSpec()] * num_replicated), out_specs=by_rank
-    )
+    in_specs = (by_rank, *[PartitionSpec()] * num_replicated)
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=by_rank)
 
 
 def exchange(rows, offsets):
@@ -119,9 +119,7 @@ def test_json_and_tables_have_the_same(capsys, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "backend", ["gpu", *(pytest.param(name, marks=pytest.mark.thorough) for name in PLATFORMS if name != "gpu")]
-)
+@pytest.mark.parametrize("backend", mostly_thorough(PLATFORMS, {"gpu"}))
 def test_planners_of_balancers_are_named(backend):
     # A build without a CUDA toolkit has no custom calls of GPUs.
     has_calls = backend == "cpu" or (backend == "gpu" and find_spec("jax_moe_lb._ffi_cuda") is not None)

@@ -28,6 +28,7 @@ from jax_moe_lb.layer.systems import plain
 from jax_moe_lb.sim import Cluster, Links, ModelShape, Step, simulate, skewed_counts
 from jax_moe_lb.sim.config import load_config, preset_names
 from tests.cli.commands import refusal
+from tests.marks import mostly_thorough
 
 MOST_S = 5.0
 MOST_CHARACTERS = 300
@@ -49,7 +50,7 @@ CHAIN = "".join(f"a{i}: &a{i} {{<<: *a{i - 1}, k{i}: 0}}\n" for i in range(1, 10
 TEXTS = {
     "billion laughs": (
         "a0: &a0 [lol]\n" + LAUGHS,
-        "values, including repetitions by aliases, by line 5; expected at most 10000",
+        "including repetitions by aliases, by line 5; expected at most 10000",
     ),
     "merges of merges": ("a0: &a0 {k: v}\n" + MERGES, "expected at most 10000"),
     "chain of merges": ("a0: &a0 {k: v}\n" + CHAIN, "expected at most 10000"),
@@ -60,10 +61,7 @@ TEXTS = {
     "many values": ("a: [" + "0, " * 20_000 + "]", "expected at most 10000"),
     "a long number": ("version: " + "9" * 5000, "5000 characters in a value by line 1; expected at most 1000"),
     "a long key": ("k" * 900 + ": 1", "version is missing; expected the key version: 1"),
-    "a large file": (
-        "# nothing\n" * 100_000,
-        "has 1000000 bytes; expected at most 262144. Pass --file-limits 4 or limits=",
-    ),
+    "a large file": ("# nothing\n" * 100_000, "has 1000000 bytes; expected at most 262144. Pass --file-limits 4"),
     "an unknown alias": ("a: *" + "b" * 5000, "found undefined alias"),
     "a day that is none": ("version: 2000-99-99", "is not valid YAML: a value cannot be read"),
     "a tag without a value": ("version: !!int ''", "is not valid YAML: a value cannot be read"),
@@ -87,7 +85,6 @@ CONFIGS = {
     "tokens in words": (MODEL, {"tokens": "many"}, "model.tokens is 'many': input should be a valid integer"),
     "an exponent of tokens": (MODEL, {"tokens": "1e30"}, "model.tokens is 1e+30: input should be a valid integer"),
     "width": (MODEL, {"hidden": 10**9}, "model.hidden is 1000000000: input should be less than or equal to 131072"),
-    "32 bits of tokens": (MODEL, {"tokens": 17179869248}, "model.tokens is 17179869248: input should be less than"),
     "32 bits of copies": (MODEL, {"tokens": 2**31 - 1}, "tokens is 2147483647; expected at most 268435455 with 2"),
     "layers to draw": ((), {"routing": {"layers": 10**9}}, "routing.layers is 1000000000: input should be less"),
     "negative seed": ((), {"routing": {"seed": -1}}, "routing.seed is -1: input should be greater"),
@@ -99,7 +96,6 @@ CONFIGS = {
 
 OPTIONS = {
     "tokens": (("--tokens", "17179869248"), "--tokens is '17179869248'; expected an integer, from 1 to 2147483647"),
-    "tokens in 32 bits": (("--tokens", "2147483647"), "--tokens is 2147483647; expected at most 268435455"),
     "digits": (("--tokens", "9" * 5000), "expected an integer, from 1 to 2147483647"),
     "letters": (("--tokens", "x" * 5000), "expected an integer, at least 1"),
     "slots": (("--system", "ultraep", "--replica-slots", "9" * 400), "expected an integer, from 0 to 2147483647"),
@@ -187,16 +183,14 @@ def test_timelines_that_no_memory_holds_are_refused(refused, folder):
 
 
 def test_more_devices_than_a_cpu_can_play_are_refused(refused):
-    assert "--ranks is '100000000'; expected an integer, from 1 to 256" in refused(
-        "calibrate", "x.yaml", "--ranks", "100000000"
-    )
+    error = refused("calibrate", "x.yaml", "--ranks", "100000000")
+    assert "--ranks is '100000000'; expected an integer, from 1 to 256" in error
 
 
 @pytest.mark.parametrize("digits", [400, 5000])
-@pytest.mark.parametrize("command", ["plan", "replay"])
-def test_bytes_of_an_expert_have_few_digits(refused, command, digits):
-    np.save("counts.npy", np.ones((1, 1, 4, 8) if command == "replay" else (4, 8), int))
-    error = refused(command, "counts.npy", "--balancer", "plain", "--expert-bytes", "9" * digits)
+def test_bytes_of_an_expert_have_few_digits(refused, digits):
+    np.save("counts.npy", np.ones((4, 8), int))
+    error = refused("plan", "counts.npy", "--balancer", "plain", "--expert-bytes", "9" * digits)
     assert "--expert-bytes is '999" in error
     assert "expected an integer, from 1 to 1000000000000000000" in error
 
@@ -237,20 +231,12 @@ def unpacks_to_6_gib():
 
 
 def directory(members, num_bytes, before=b""):
-    return plain_file(
-        b"PK" + bytes(30) + before + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, members, members, num_bytes, 0, 0)
-    )
+    end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, members, members, num_bytes, 0, 0)
+    return plain_file(b"PK" + bytes(30) + before + end)
 
 
 ARRAYS = {
-    "6 GiB in an archive": (
-        unpacks_to_6_gib,
-        "arrays of 6442450944 bytes; expected at most 536870912. Pass --file-limits 12 or",
-    ),
-    "terabytes": (
-        lambda: plain_file(header((2**20, 2**20))),
-        "arrays of 8796093022208 bytes; expected at most 536870912",
-    ),
+    "terabytes": (lambda: plain_file(header((2**20, 2**20))), "arrays of 8796093022208 bytes; expected at most"),
     "dimensions of 300 digits": (lambda: plain_file(header((10**300, 8))), "arrays of more than 10^20 bytes"),
     "entries without bytes": (lambda: plain_file(header((10**12, 4, 8), "|V0")), "arrays of 32000000000000 bytes"),
     "large entries": (lambda: plain_file(header((1, 1), "|V2000000000")), "arrays of 2000000000 bytes"),
@@ -261,28 +247,15 @@ ARRAYS = {
     "a raw member": (lambda: archive(counts=b"1, 2, 3"), "damaged"),
     "a raw member by the name of an array": (lambda: archive(**{"counts.npy": b"1, 2, 3"}), "damaged"),
     "another compression": (lzma, "damaged"),
-    "900 members": (
-        lambda: archive(**{f"member {i}.npy": b"" for i in range(900)}),
-        "and 897 more]; expected an array",
-    ),
-    "20,000 members": (
-        lambda: archive(**{f"m{i}": b"" for i in range(20_000)}),
-        "of 20000 members; expected at most 16384",
-    ),
+    "900 members": (lambda: archive(**{f"member {i}.npy": b"" for i in range(900)}), "897 more]; expected an array"),
     "long names": (lambda: archive(**{c * 50_000: b"" for c in "abc"}), "expected an array named 'counts'"),
     "a directory of gigabytes": (lambda: directory(1, 2**31), "a directory of 2147483648 bytes; expected at most"),
     "a directory of 64 bits": (lambda: directory(1, 46, b"PK\6\7" + bytes(16)), "damaged"),
-    "many layers": (lambda: np.save("x.npy", np.zeros((2**18, 1, 1), np.int8)) or "x.npy", "at most 131072 layers"),
     "many ranks": (lambda: np.save("x.npy", np.zeros((20_000, 20_000), np.int8)) or "x.npy", "16777216 entries per"),
 }
 
 
-SLOW_ARRAYS = ("20,000 members", "many ranks")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.thorough) if name in SLOW_ARRAYS else name for name in ARRAYS]
-)
+@pytest.mark.parametrize("name", mostly_thorough(ARRAYS, ARRAYS.keys() - {"many ranks"}))
 def test_arrays_are_refused_by_what_they_promise(refused, name):
     make, message = ARRAYS[name]
     path = make()
@@ -418,11 +391,6 @@ def test_plans_are_read_from_regular_files(kind):
     os.mkfifo("x.npz")
     with pytest.raises(ValueError, match="not a regular file; expected one"):
         Plan.load("/dev/zero" if kind == "device" else "x.npz")
-
-
-def test_plans_are_refused_by_what_they_promise():
-    with pytest.raises(ValueError, match=r"x.npz: arrays of 8796093022208 bytes; expected at most 536870912. Pass"):
-        Plan.load(archive(**{"placement.npy": header((2**20, 2**20))}))
 
 
 def test_tokens_that_wrap_round_are_not_simulated_as_few():

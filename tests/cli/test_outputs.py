@@ -94,10 +94,8 @@ def test_every_output_is_named_so_and_checked():
     for name, command in COMMANDS.items():
         assert isinstance(command, CheckedCommand), name
         for parameter in command.params:
-            assert (parameter.name in command.outputs) == (parameter.help or "").startswith("Output "), (
-                name,
-                parameter.name,
-            )
+            is_named = (parameter.help or "").startswith("Output ")
+            assert (parameter.name in command.outputs) == is_named, (name, parameter.name)
     assert {name for name, *_ in PAIRS} >= {"plan", "replay", "convert", "simulate", "compile", "models.train"}
     marks = [(name, mark) for command in COMMANDS.values() for name, mark in command.outputs.items()]
     assert {mark.suffix for _, mark in marks} == {*KINDS, ""}

@@ -178,9 +178,8 @@ def test_advise_takes_more_ranks_than_counts_can_have(capsys, tmp_path):
 
 @pytest.mark.thorough
 def test_advise_plans_for_a_sample_of_many_datacenters(capsys, tmp_path, monkeypatch):
-    path = large(
-        tmp_path, {"name": "dc", "size": 1000, "rate": "1 GB/s"}, {"name": "gpu", "size": 2, "rate": "50 GB/s"}
-    )
+    levels = {"name": "dc", "size": 1000, "rate": "1 GB/s"}, {"name": "gpu", "size": 2, "rate": "50 GB/s"}
+    path = large(tmp_path, *levels)
     # Few ranks, as runtime type checks are slow.
     module = importlib.import_module("jax_moe_lb.cli.advise")
     monkeypatch.setattr(module, "sample_of", lambda cluster: sample_of(cluster, 4))
@@ -195,9 +194,8 @@ def test_large_simulations_say_what_they_need(capsys):
     note(forecast(plans=1, layers=1, num_ranks=128, num_experts=256))
     assert capsys.readouterr().err == ""
     note(forecast(plans=8, layers=8, num_ranks=4096, num_experts=4096))
-    assert capsys.readouterr().err == (
-        "note: 4096 ranks and 4096 experts: 8 plans take about 23 min, and counts and exchanges take 2.1 GB\n"
-    )
+    needs = "8 plans take about 23 min, and counts and exchanges take 2.1 GB"
+    assert capsys.readouterr().err == f"note: 4096 ranks and 4096 experts: {needs}\n"
 
 
 @pytest.mark.slow
@@ -248,26 +246,18 @@ def test_bad_options(capsys, config, argv, message):
     assert message in refusal(capsys, "simulate", config, *argv)
 
 
+BOTH = ("config.yaml", "config.yaml")
 FILES = {
     ("simulate", "h100"): "near ones are h100_node, ",
     ("simulate", "none.yaml"): "No such file",
     ("simulate", "many.yaml"): "replica_slots is 100; expected at most 6",
     ("simulate", "cluster.yaml"): "has no model",
-    (
-        "simulate",
-        "deepseek_v3",
-    ): "CONFIG deepseek_v3 has no cluster; expected a .yaml file with it, or one of the presets cpu",
-    ("simulate", "config.yaml", "--trace", "others.npy"): (
-        "has 4 ranks and 16 experts; expected the cluster's 4 ranks and the model's 8 experts"
-    ),
-    ("advise", "config.yaml", "config.yaml", "--trace", "flat.npy"): "counts has shape (4,)",
-    ("advise", "config.yaml", "config.yaml", "--replica-slots", "7"): (
-        "--replica-slots is 7; expected at most 6, the experts without a home on the rank"
-    ),
-    ("advise", "config.yaml", "config.yaml", "--ratio", "0.5"): "--ratio is '0.5'; expected a number, at least 1",
-    ("advise", "config.yaml", "config.yaml", "--trace", "flat.npy", "--tokens", "9"): (
-        "--tokens is '9'; expected none beside --trace"
-    ),
+    ("simulate", "deepseek_v3"): "CONFIG deepseek_v3 has no cluster; expected a .yaml file with it, or one of",
+    ("simulate", "config.yaml", "--trace", "others.npy"): "4 ranks and 16 experts; expected the cluster's 4 ranks and",
+    ("advise", *BOTH, "--trace", "flat.npy"): "counts has shape (4,)",
+    ("advise", *BOTH, "--replica-slots", "7"): "--replica-slots is 7; expected at most 6, the experts without a home",
+    ("advise", *BOTH, "--ratio", "0.5"): "--ratio is '0.5'; expected a number, at least 1",
+    ("advise", *BOTH, "--trace", "flat.npy", "--tokens", "9"): "--tokens is '9'; expected none beside --trace",
     ("advise", "zz", "config.yaml"): "MODEL is 'zz'",
     (
         "advise",

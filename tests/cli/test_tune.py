@@ -9,7 +9,7 @@ from jax_moe_lb.aot import Target
 from jax_moe_lb.aot.layer import LayerProgram
 from jax_moe_lb.cli import main
 from tests.aot.test_tune import costs
-from tests.cli.test_refusals import refusal
+from tests.cli.commands import refusal
 
 SMALL = ("--target", "v5e:2x4", "--sizes", "H=16,F=8,E=16,T=8,K=2")
 
@@ -39,7 +39,6 @@ def test_the_fastest_form_as_json_and_text(compiled, capsys):
 BAD = [
     (("--memory", "2"), "--memory is '2'; expected a size above 0 with its unit"),
     (("--layers", "0"), "--layers is '0'; expected an integer, at least 1"),
-    (("--load", "zipf"), "--load is 'zipf'; expected uniform"),
     (("--sizes", "E=12"), "E is 12; expected a multiple of the target's 8 devices"),
     (("--target", "v4:2x2x1"), "device is 'v4'; expected one with rates"),
 ]

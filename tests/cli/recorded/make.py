@@ -21,19 +21,13 @@ def passes(folder: str, keep) -> None:
     for rank in range(2):
         steps = [7, 8] if rank else [6, 7, 8]
         counts = [torch.arange(12, dtype=torch.int32).reshape(2, 6) * (rank + 1) + step for step in steps]
+        common = {"rank": rank, "gatherer_key": "primary"}
         records = [
-            {
-                "forward_pass_id": step,
-                "rank": rank,
-                "gatherer_key": "primary",
-                "global_physical_count": keep(rank, count),
-            }
+            {"forward_pass_id": step, **common, "global_physical_count": keep(rank, count)}
             for step, count in zip(steps, counts, strict=True)
         ]
-        write(
-            HERE / folder / f"expert_distribution_recorder_1.5_{rank}.pt",
-            {"records": records, "last_physical_to_logical_map": places},
-        )
+        path = HERE / folder / f"expert_distribution_recorder_1.5_{rank}.pt"
+        write(path, {"records": records, "last_physical_to_logical_map": places})
 
 
 def of_rank(rank, count):
