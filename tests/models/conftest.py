@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import pytest
 from rich.console import Console
@@ -6,6 +8,7 @@ from typer.testing import CliRunner
 from models import config as presets
 from models.train import app
 from models.training.loop import execute, prepare
+from models.training.step import make_programs
 from tests.models.small import CONFIG, CORPUS
 
 
@@ -13,6 +16,14 @@ from tests.models.small import CONFIG, CORPUS
 def all_devices():
     """Initialize all devices before a command line requests fewer."""
     assert jax.device_count() == 8
+
+
+@pytest.fixture(scope="package", autouse=True)
+def shared_programs():
+    """Trace the programs of a configuration once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("models.training.loop.make_programs", functools.cache(make_programs))
+        yield
 
 
 @pytest.fixture(scope="package")

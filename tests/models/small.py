@@ -1,10 +1,16 @@
 """A training run small enough for a test."""
 
 import dataclasses
+import functools
 from unittest import mock
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 from rich.console import Console
 
+from jax_moe_lb import System
 from models.config import (
     BatchConfig,
     CheckpointConfig,
@@ -15,6 +21,7 @@ from models.config import (
     ValidationConfig,
 )
 from models.data.corpus import Corpus
+from models.decoder.model import Decoder
 from models.mesh import make_mesh, make_system, place_batch
 from models.run_folder.metrics import RunFolder
 from models.training.loop import execute, prepare
@@ -29,6 +36,9 @@ CONFIG = TrainConfig(
     validation=ValidationConfig(interval=4, batches=1),
     checkpoints=CheckpointConfig(interval=4),
 )
+ONE_ROUND = "plain:headroom=2.0,max_rounds=1"
+"""System whose steps on two ranks take one round, without a program for further ones."""
+
 CORPUS = Corpus.of_text(b"the quick brown fox jumps over the lazy dog. " * 200, "a fox")
 
 
@@ -41,6 +51,24 @@ def on(data_parallel: int, expert_parallel: int, system: str) -> TrainConfig:
     return dataclasses.replace(CONFIG, parallel=ParallelConfig(data_parallel, expert_parallel, system))
 
 
+def filled(shapes, seed=0):
+    """Return arrays of random numbers, without compiling an initialization."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(shape):
+        value = rng.uniform(0.5, 1.5, shape.shape) if len(shape.shape) < 2 else rng.normal(0, 0.2, shape.shape)
+        return jax.device_put(jnp.asarray(value, shape.dtype), shape.sharding)
+
+    return jax.tree.map(leaf, shapes)
+
+
+def random_decoder(config, mesh, system=System(), seed=0):
+    make = lambda: Decoder(config, mesh=mesh, system=system, rngs=nnx.Rngs(0))  # noqa: E731
+    graph, shapes = nnx.split(nnx.eval_shape(make))
+    return nnx.merge(graph, filled(shapes, seed))
+
+
+@functools.cache
 def programs(config):
     return make_programs(config, make_mesh(config.parallel), make_system(config.parallel))
 

@@ -61,18 +61,8 @@ def test_every_row_has_whole_conversations_and_padding():
 
 def test_the_marks_of_a_row():
     (row,), _ = all_rows([[example(5, 4, 2)], [example(50, 3, 2)]], 8)
-    context = CONTEXT
-    assert row.tolist() == [
-        ~(5 + context),
-        6 + context,
-        7,
-        8,
-        ~(50 + context),
-        51 + context,
-        52,
-        ~(5 + PADDING),
-        6 + PADDING,
-    ]
+    first, second = [~(5 + CONTEXT), 6 + CONTEXT, 7, 8], [~(50 + CONTEXT), 51 + CONTEXT, 52]
+    assert row.tolist() == [*first, *second, ~(5 + PADDING), 6 + PADDING]
     assert segments(jnp.asarray(row)[None]).tolist() == [[1, 1, 1, 1, 2, 2, 2, -1, -1]]
 
 
@@ -101,11 +91,8 @@ def test_best_fit_fills_the_row_with_the_least_room(capacity):
     assert sorted(item for row in rows for item in row) == list(range(500))
     plain: list[list[int]] = []
     for item in sorted(range(500), key=lambda item: -sizes[item]):
-        room = [
-            (capacity - sizes[row].sum(), i)
-            for i, row in enumerate(plain)
-            if sizes[row].sum() + sizes[item] <= capacity
-        ]
+        room = [(capacity - sizes[row].sum(), i) for i, row in enumerate(plain)]
+        room = [(left, i) for left, i in room if left >= sizes[item]]
         plain[min(room)[1]].append(item) if room else plain.append([item])
     totals, wanted = (sorted(sizes[row].sum() for row in each) for each in (rows, plain))
     assert totals == wanted

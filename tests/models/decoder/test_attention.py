@@ -180,9 +180,7 @@ def test_cudnn_attention_equals_plain_attention(has_sinks, window, segments, mon
     monkeypatch.setattr(fused, "forward", cudnn_forward)
     monkeypatch.setattr(fused, "backward", cudnn_backward)
     shapes = ((2, 9, 4, 8), (2, 9, 2, 8), (2, 9, 2, 6), (2, 9, 4, 6))
-    q, k, v, upstream = (
-        jax.random.normal(key, shape) for key, shape in zip(jax.random.split(jax.random.key(0), 4), shapes, strict=True)
-    )
+    q, k, v, upstream = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
     sinks = jnp.asarray([0.5, -1.0, 2.0, 0.0]) if has_sinks else None
     positions = jnp.broadcast_to(jnp.arange(9)[None], (2, 9))
     segments = None if segments is None else jnp.asarray(segments, jnp.int32)
@@ -207,7 +205,6 @@ def test_cudnn_attention_lowers_to_two_kernels(widths, in_documents):
     q, k = (jax.ShapeDtypeStruct((1, 64, heads, widths[0]), jnp.bfloat16) for heads in (4, 2))
     v = jax.ShapeDtypeStruct((1, 64, 2, widths[1]), jnp.bfloat16)
     sinks = jax.ShapeDtypeStruct((4,), jnp.float32)
-
     segments = jax.ShapeDtypeStruct((1, 64), jnp.int32) if in_documents else None
 
     def loss(q, k, v, sinks, segments):

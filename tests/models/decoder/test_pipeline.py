@@ -21,6 +21,8 @@ from models.decoder.stacked import StackedDecoder
 from models.mesh import make_mesh, make_system, place_batch
 from models.tiny_checkpoint import tiny_config
 from models.training.step import loss_and_gradients, make_programs
+from tests.marks import mostly_thorough
+from tests.models.small import filled
 
 CHECKPOINT = ModelConfig(checkpoint="tiny")
 
@@ -34,9 +36,8 @@ def decoder_config(name, num_layers, num_further=0):
 
 def results(decoder, parallel, accumulate, tokens, state=None):
     """Return loss, statistics and gradients of a batch, and the state, which is initialized by default."""
-    train = TrainConfig(
-        model=CHECKPOINT, parallel=parallel, batch=BatchConfig(len(tokens), tokens.shape[1] - 1, accumulate), steps=5
-    )
+    batch = BatchConfig(len(tokens), tokens.shape[1] - 1, accumulate)
+    train = TrainConfig(model=CHECKPOINT, parallel=parallel, batch=batch, steps=5)
     mesh = make_mesh(parallel)
     programs = make_programs(train, mesh, make_system(parallel), decoder)
 
@@ -50,7 +51,7 @@ def results(decoder, parallel, accumulate, tokens, state=None):
 
     shapes, structure = jax.tree.flatten(programs.state_shapes)
     if state is None:
-        state = programs.init()
+        state = filled(programs.state_shapes)
     else:
         placed = zip(jax.tree.leaves(state), shapes, strict=True)
         state = jax.tree.unflatten(structure, [jax.device_put(leaf, shape.sharding) for leaf, shape in placed])
@@ -77,16 +78,14 @@ def tokens(all_devices):
     return marked(values, starts, np.zeros(values.shape, bool))
 
 
+BLOCKS = {"stages": 2, "repeats": 2, "microbatches": 4}
 CASES = {
-    "one microbatch a stage": (("mixtral", 2), ParallelConfig(2, 1, "plain", stages=2)),
+    "one microbatch a stage": (("mixtral", 2), ParallelConfig(2, 1, "plain", max_rounds=1, stages=2)),
     "alternating windows, a block a stage": (("gpt_oss", 4), ParallelConfig(2, 2, "exact", stages=2)),
-    "alternating windows, two blocks a stage": (
-        ("gpt_oss", 8),
-        ParallelConfig(2, 1, "plain", stages=2, repeats=2, microbatches=4),
-    ),
+    "alternating windows, two blocks a stage": (("gpt_oss", 8), ParallelConfig(2, 1, "plain", **BLOCKS)),
     "dense layers, layers before, multi-token prediction": (
         ("deepseek_v3", 6),
-        ParallelConfig(1, 2, "greedy", stages=2, repeats=2, microbatches=4, layers_before=1),
+        ParallelConfig(1, 2, "greedy", **BLOCKS, layers_before=1),
     ),
     "delta networks": (("qwen3_next", 8), ParallelConfig(1, 2, "plain", stages=2)),
     "four stages": (("mixtral", 4), ParallelConfig(2, 1, "plain", stages=4, microbatches=8)),
@@ -94,15 +93,10 @@ CASES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "parallel"),
-    [
-        pytest.param(*case, id=name, marks=[] if name.startswith("one") else pytest.mark.thorough)
-        for name, case in CASES.items()
-    ],
-)
-def test_it_equals_one_microbatch_after_the_other(model, parallel, tokens):
+@pytest.mark.parametrize("case", mostly_thorough(CASES, {"one microbatch a stage"}))
+def test_it_equals_one_microbatch_after_the_other(case, tokens):
     """Loss, gradients and all statistics of balanced layers, in float32."""
+    model, parallel = CASES[case]
     decoder = dataclasses.replace(decoder_config(*model), losses=Losses(switch=0.1, z=0.01))
     alone = dataclasses.replace(parallel, stages=1, repeats=1, microbatches=None, layers_before=0)
     # With one sequence a device, both have the same microbatches.
@@ -135,30 +129,21 @@ def test_layers_that_cannot_be_divided_are_refused(num_layers, period, options, 
 def test_bad_runs_are_refused_before_compiling(all_devices):
     parallel = ParallelConfig(1, 2, "eplb", stages=2)
     train = TrainConfig(model=CHECKPOINT, parallel=parallel, batch=BatchConfig(4, 12))
-    with pytest.raises(
-        ValueError, match=r"parallel\.system is 'eplb'; expected one without state between microbatches"
-    ):
+    with pytest.raises(ValueError, match=r"parallel\.system is 'eplb'; expected one without state between mic"):
         make_programs(train, make_mesh(parallel), make_system(parallel), decoder_config("mixtral", 2))
     parallel = ParallelConfig(1, 2, "plain", stages=2)
-    with pytest.raises(
-        ValueError, match=r"parallel\.layers_before is 0; expected a number that leaves a multiple of 2"
-    ):
+    with pytest.raises(ValueError, match=r"parallel\.layers_before is 0; expected a number that leaves a mult"):
         make_programs(train, make_mesh(parallel), make_system(parallel), decoder_config("mixtral", 3))
     programs = make_programs(train, make_mesh(parallel), make_system(parallel), decoder_config("mixtral", 2))
-    with pytest.raises(
-        ValueError, match="batch is 6; expected a multiple of microbatches 2 x 2, the devices of a stage"
-    ):
+    with pytest.raises(ValueError, match="batch is 6; expected a multiple of microbatches 2 x 2, the devices of"):
         jax.eval_shape(programs.evaluate, programs.state_shapes, jax.ShapeDtypeStruct((6, 13), jnp.int32))
 
 
 @pytest.mark.slow
 def test_each_device_keeps_its_part_of_a_stage(all_devices):
     """With layers in blocks or before the pipeline, the stages split matrices instead of layers."""
-    for options, spec in {
-        (): ("stage", "expert", "data", None),
-        (("repeats", 2),): (None, "expert", ("data", "stage"), None),
-    }.items():
-        parallel = ParallelConfig(2, 2, "plain", stages=2, **dict(options))
+    for repeats, spec in ((1, ("stage", "expert", "data", None)), (2, (None, "expert", ("data", "stage"), None))):
+        parallel = ParallelConfig(2, 2, "plain", stages=2, repeats=repeats)
         train = TrainConfig(model=CHECKPOINT, parallel=parallel, batch=BatchConfig(8, 12))
         programs = make_programs(train, make_mesh(parallel), make_system(parallel), decoder_config("mixtral", 4))
         up = programs.state_shapes[0]["stacks"][0][0]["moe"]["up"].get_value()

@@ -5,23 +5,23 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_moe_lb import System
+from jax_moe_lb import Buffers, plain
 from models.config import BatchConfig, ModelConfig, ParallelConfig, TrainConfig
 from models.data.marks import marked
-from models.decoder.model import Decoder
 from models.mesh import make_mesh, make_system, place_batch
 from models.pretrained.generation import Generator
 from models.training.step import make_programs
 from tests.models.decoder.test_pipeline import decoder_config
+from tests.models.small import filled, random_decoder
 
-PARALLEL = ParallelConfig(2, 2)
+PARALLEL = ParallelConfig(2, 2, headroom=2.0, max_rounds=1)
 
 
 @pytest.mark.slow
 def test_generated_routing_replays_in_training(all_devices):
     """Logits of the replay choose the generated tokens, and counts are those of the rollout, with another router."""
     config, mesh = decoder_config("glm4_moe", 3), make_mesh(PARALLEL)
-    model = Decoder(config, mesh=mesh, system=System(), rngs=nnx.Rngs(0))
+    model = random_decoder(config, mesh, plain(Buffers(2.0, max_rounds=1)))
     prompts = [[3, 1, 4, 1], [5, 9, 2, 6]]
     lines, routing = Generator(model)(prompts, 4, return_routing=True)
     experts = jnp.asarray(np.stack(routing, 1))
@@ -55,7 +55,7 @@ def test_a_training_step_takes_given_experts(accumulate, all_devices):
     tokens = place_batch(marked(rng.integers(0, 256, (8, 7)).astype(np.int32), nothing, nothing), mesh)
     order = rng.permuted(np.broadcast_to(np.arange(config.num_experts), (2, 8, 6, config.num_experts)), axis=-1)
     experts = order[..., :per_token].astype(np.int32)
-    _, loss, _, stats = programs.step(programs.init(), tokens, jnp.asarray(experts))
+    _, loss, _, stats = programs.step(filled(programs.state_shapes), tokens, jnp.asarray(experts))
     assert np.isfinite(loss)
     want = np.stack([np.bincount(one.ravel(), minlength=config.num_experts) for one in experts])
     np.testing.assert_array_equal(np.asarray(stats.counts).sum((1, 2)), want)

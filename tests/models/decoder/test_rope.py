@@ -7,24 +7,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_moe_lb import plain
+from jax_moe_lb import Buffers, plain
 from models.architectures.config_json import Fields
 from models.architectures.registry import configured
 from models.config import ParallelConfig
-from models.decoder.model import Decoder
 from models.decoder.rope import LongRope, Rope
 from models.mesh import make_mesh
 from models.tiny_checkpoint import tiny_config
+from tests.models.small import random_decoder
 
-LONG = LongRope(
-    4,
-    base=100.0,
-    original_positions=3,
-    short_factors=(1.0, 2.0),
-    long_factors=(4.0, 5.0),
-    short_scale=1.5,
-    long_scale=2.0,
-)
+FACTORS = {"short_factors": (1.0, 2.0), "long_factors": (4.0, 5.0), "short_scale": 1.5, "long_scale": 2.0}
+LONG = LongRope(4, base=100.0, original_positions=3, **FACTORS)
 
 
 def test_a_sequence_longer_than_the_original_ones_has_the_long_factors():
@@ -37,6 +30,9 @@ def test_a_sequence_longer_than_the_original_ones_has_the_long_factors():
         np.testing.assert_allclose(got, np.concatenate([turned.real, turned.imag], -1), rtol=1e-5, atol=1e-6)
 
 
+LENGTHS = (5, 8), (5, 5), (8, 8)
+
+
 @pytest.mark.slow
 def test_padding_makes_no_sequence_long():
     """A short prompt took the long factors beside a long one."""
@@ -44,11 +40,12 @@ def test_padding_makes_no_sequence_long():
     half = config.head_dim // 2
     rope = LongRope(2 * half, original_positions=5, short_factors=(1.0,) * half, long_factors=(4.0,) * half)
     config = dataclasses.replace(config, num_layers=1, rope=rope)
-    model = Decoder(config, mesh=make_mesh(ParallelConfig()), system=plain(), rngs=nnx.Rngs(0))
+    model = random_decoder(config, make_mesh(ParallelConfig(expert_parallel=1)), plain(Buffers(max_rounds=1)))
     tokens, run = jnp.arange(16, dtype=jnp.int32).reshape(2, 8), nnx.jit(lambda *given: given[0](*given[1:])[0])
-    padded = run(model, tokens, jnp.arange(8)[None] < jnp.array([5, 8])[:, None])
-    np.testing.assert_allclose(padded[0, :5], run(model, tokens[:1, :5])[0], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(padded[1], run(model, tokens)[1], rtol=1e-4, atol=1e-5)
+    both, short, long = (run(model, tokens, jnp.arange(8)[None] < jnp.array([[n], [m]])) for n, m in LENGTHS)
+    np.testing.assert_allclose(both[0, :5], short[0, :5], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(both[1], long[1], rtol=1e-4, atol=1e-5)
+    assert np.abs(short[0, :5] - long[0, :5]).max() > 1e-3
 
 
 def test_a_sequence_has_the_long_factors_of_all_channels():

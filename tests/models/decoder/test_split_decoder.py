@@ -15,14 +15,14 @@ from models.data.marks import marked, num_predicted
 from models.decoder import stacked
 from models.decoder.model import Decoder
 from models.decoder.stacked import StackedDecoder
-from models.mesh import make_mesh, place_batch
+from models.mesh import make_mesh, make_system, place_batch
 from models.tiny_checkpoint import tiny_config
 from models.training.step import loss_and_gradients, make_programs
 from tests.models.reference_loss import next_token_loss
+from tests.models.small import filled
 
-TRAIN = TrainConfig(
-    parallel=ParallelConfig(2, 4, "exact"), batch=BatchConfig(8), steps=5, optimizer=OptimizerConfig(1e-2)
-)
+PARALLEL, OPTIMIZER = ParallelConfig(2, 4, "exact"), OptimizerConfig(1e-2)
+TRAIN = TrainConfig(parallel=PARALLEL, batch=BatchConfig(8), steps=5, optimizer=OPTIMIZER)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_padding_is_not_routed(stages, all_devices):
     """Loss and gradients of the other tokens stay the same."""
     rng, (rows, length) = np.random.default_rng(0), (8, 17)
     config = dataclasses.replace(configured(Fields(tiny_config("mixtral"))), num_layers=stages)
-    parallel = ParallelConfig(1, 2, "exact", stages=stages)
+    parallel = ParallelConfig(1, 2, "exact", headroom=2.0, max_rounds=1, stages=stages)
     train = dataclasses.replace(TRAIN, parallel=parallel, model=ModelConfig(checkpoint="tiny"))
     starts, padding = np.zeros((rows, length), bool), np.arange(length) >= rng.integers(3, length, (rows, 1))
     starts[:, 0] = True
@@ -93,7 +93,7 @@ def test_padding_is_not_routed(stages, all_devices):
     drawn = rng.integers(0, 256, (rows, length))
     mesh, results = make_mesh(parallel), []
     for context, kept in ((padding, None), (np.zeros_like(padding), padding)):
-        programs = make_programs(train, mesh, system_named("exact"), config, has_padding=kept is not None)
+        programs = make_programs(train, mesh, make_system(parallel), config, has_padding=kept is not None)
         tokens = place_batch(marked(drawn, starts, context, kept), mesh)
 
         @jax.jit
@@ -101,7 +101,7 @@ def test_padding_is_not_routed(stages, all_devices):
             model, counts = programs.model(state), num_predicted(tokens)
             return loss_and_gradients(model, nnx.Param, StackedDecoder.loss, tokens, counts, 1, mesh)
 
-        results.append(run(programs.init(), tokens))
+        results.append(run(filled(programs.state_shapes), tokens))
     (loss, stats, gradients), (loss_without, stats_without, gradients_without) = results
     np.testing.assert_allclose(loss_without, loss, rtol=1e-5)
     for path, value in flat(gradients).items():

@@ -48,24 +48,17 @@ def test_the_mesh_must_have_all_devices(monkeypatch):
         module.mesh_of(PRESETS["tiny"].parallel, Target.parse("h100:8x8"))
 
 
-def test_devices_of_a_group_lie_side_by_side(monkeypatch):
+def test_devices_of_a_group_lie_side_by_side_and_stages_on_different_nodes(monkeypatch):
     devices = jax.devices()[:8]
     monkeypatch.setattr(Target, "devices", lambda self: devices)
-    config = TrainConfig(parallel=ParallelConfig(data_parallel=2, expert_parallel=4))
-    mesh = module.mesh_of(config.parallel, Target.parse("h100:2x4"))
-    assert mesh.axis_names == ("data", "expert")
-    assert np.array_equal(mesh.devices, np.array(devices).reshape(2, 4))
-
-
-def test_stages_lie_on_different_nodes(monkeypatch):
-    devices = jax.devices()[:8]
-    monkeypatch.setattr(Target, "devices", lambda self: devices)
-    mesh = module.mesh_of(ParallelConfig(2, 2, stages=2), Target.parse("h100:2x4"))
-    assert mesh.axis_names == ("stage", "data", "expert")
-    assert np.array_equal(mesh.devices, np.array(devices).reshape(2, 2, 2))
-    with pytest.raises(
-        ValueError, match="data_parallel x expert_parallel x stages is 2 x 4 x 2; expected a product of 8"
+    for parallel, axes in (
+        (ParallelConfig(2, 4), {"data": 2, "expert": 4}),
+        (ParallelConfig(2, 2, stages=2), {"stage": 2, "data": 2, "expert": 2}),
     ):
+        mesh = module.mesh_of(parallel, Target.parse("h100:2x4"))
+        assert mesh.axis_names == tuple(axes)
+        assert np.array_equal(mesh.devices, np.array(devices).reshape(*axes.values()))
+    with pytest.raises(ValueError, match="expert_parallel x stages is 2 x 4 x 2; expected a product of 8"):
         module.mesh_of(ParallelConfig(2, 4, stages=2), Target.parse("h100:2x4"))
 
 

@@ -26,11 +26,8 @@ from tests.models.processes import end, free_port, joined, multi_process, place,
 PROMISED_S = 20
 """Maximum seconds until all processes have ended after one is gone."""
 
-VARIABLES = {
-    "coordinator": "JAX_COORDINATOR_ADDRESS",
-    "num_processes": "JAX_NUM_PROCESSES",
-    "process_id": "JAX_PROCESS_ID",
-}
+VARIABLES = {"coordinator": "JAX_COORDINATOR_ADDRESS", "num_processes": "JAX_NUM_PROCESSES"}
+VARIABLES["process_id"] = "JAX_PROCESS_ID"
 
 
 @pytest.fixture(autouse=True)
@@ -110,9 +107,8 @@ def test_a_port_that_is_taken_is_refused():
     """JAX would share it with the other service."""
     with listen(0) as other:
         port = other.getsockname()[1]
-        assert refusal(*place(port, 2, 0)).startswith(
-            f"multi_process.coordinator is '127.0.0.1:{port}'; expected a port that is free"
-        )
+        line = f"multi_process.coordinator is '127.0.0.1:{port}'; expected a port that is free"
+        assert refusal(*place(port, 2, 0)).startswith(line)
 
 
 class Shelf:
@@ -129,11 +125,8 @@ class Shelf:
 
 
 def test_options_that_differ_are_named_with_their_values():
-    shelf = Shelf()
-    shelf.values |= {
-        "options/1": '{"model.steps": 9, "seed": 0}',
-        "options/2": '{"model.steps": 8, "seed": 0, "new": 1}',
-    }
+    others = '{"model.steps": 9, "seed": 0}', '{"model.steps": 8, "seed": 0, "new": 1}'
+    shelf = Shelf(**{f"options/{number}": text for number, text in enumerate(others, 1)})
     with pytest.raises(UserError) as refused:
         agree(Place("a", 1, 3, 0), shelf, {"model": {"steps": 8}, "seed": 0})
     assert str(refused.value) == (
@@ -202,14 +195,12 @@ OPEN_MPI = {
 }
 
 
-@pytest.mark.parametrize(
-    ("variables", "host", "num_processes", "process_id"), [(SLURM, "node07", 8, 5), (OPEN_MPI, "10.96.0.1", 4, 3)]
-)
-def test_schedulers_say_which_process_this_is(monkeypatch, variables, host, num_processes, process_id):
+@pytest.mark.parametrize(("variables", "place"), [(SLURM, ("node07", 8, 5)), (OPEN_MPI, ("10.96.0.1", 4, 3))])
+def test_schedulers_say_which_process_this_is(monkeypatch, variables, place):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     found = detect_process(None, None, None, 1)
-    assert (found.host, found.num_processes, found.process_id) == (host, num_processes, process_id)
+    assert (found.host, found.num_processes, found.process_id) == place
 
 
 @pytest.mark.slow

@@ -140,24 +140,18 @@ def header_of(**entries):
 
 
 ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+# The package `safetensors` refuses further ones.
 HOSTILE = {
     "header longer than the file": ((10**9).to_bytes(8, "little") + b"{}", "header has 1000000000 bytes"),
     "header of 2^63 bytes": (b"\xff" * 8 + b"{}", "the header has"),
     "no header": (b"\x01", "the header has"),
-    "no json": ((3).to_bytes(8, "little") + b"{{{", "invalid JSON in header: key must be"),
     "nested": ((200_000).to_bytes(8, "little") + b"[" * 200_000, "invalid JSON in header"),
-    "a list": ((2).to_bytes(8, "little") + b"[]", "invalid JSON in header: invalid type"),
     "overlap": (header_of(a=ONE, b=ONE) + bytes(8), "invalid offset for tensor `"),
     "gap": (header_of(a=ONE | {"data_offsets": [8, 16]}) + bytes(16), "invalid offset for tensor `a`"),
     "truncated": (header_of(a=ONE) + bytes(4), "incomplete metadata, file not fully covered"),
     "more than tensors": (header_of(a=ONE) + bytes(9), "incomplete metadata, file not fully covered"),
     "absurd shape": (header_of(a=ONE | {"shape": [2**40, 2**40]}) + bytes(8), "overflow computing buffer size"),
-    "negative": (header_of(a=ONE | {"shape": [-2]}) + bytes(8), "invalid JSON in header: invalid value"),
-    "bool": (header_of(a=ONE | {"shape": [True]}) + bytes(8), "invalid JSON in header: invalid type"),
     "unknown dtype": (header_of(a=ONE | {"dtype": "F8_E5M2", "shape": [8]}) + bytes(8), "a has dtype 'F8_E5M2'"),
-    "no dtype": (header_of(a={"shape": [2]}) + bytes(8), "invalid JSON in header: missing field"),
-    "backwards": (header_of(a=ONE | {"data_offsets": [8, 0]}) + bytes(8), "invalid offset for tensor `a`"),
-    "another shape": (header_of(a=ONE | {"shape": [3]}) + bytes(8), "invalid shape, data type, or offset"),
     "long dtype": (header_of(a=ONE | {"dtype": "F" * 10**6}) + bytes(8), "invalid JSON in header: unknown variant"),
 }
 

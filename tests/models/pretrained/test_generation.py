@@ -11,12 +11,12 @@ import pytest
 from flax import nnx
 
 from models.config import ParallelConfig
-from models.decoder.model import Decoder
 from models.generate import Printer
 from models.mesh import make_mesh, make_system
 from models.pretrained import generation
 from models.pretrained.generation import Generator, Sampling, bucket, choose
 from tests.models.decoder.test_pipeline import decoder_config
+from tests.models.small import random_decoder
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_calls_of_a_bucket_compile_once(system, all_devices):
     """Lengths and numbers of prompts within a bucket, seeds and new parameters compile nothing."""
     parallel = ParallelConfig(1, 2, system)
     config = decoder_config("mixtral", 1)
-    model = Decoder(config, mesh=make_mesh(parallel), system=make_system(parallel), rngs=nnx.Rngs(0))
+    model = random_decoder(config, make_mesh(parallel), make_system(parallel))
     generate, greedy = Generator(model), Greedy(model, 16)
     prompts = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3], [5, 8]]
     sampling = Sampling(temperature=1.0, top_k=50, seed=1)

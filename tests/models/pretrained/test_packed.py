@@ -15,13 +15,13 @@ from jax_moe_lb.layer.systems import system_named
 from models.architectures.config_json import Fields
 from models.architectures.registry import ARCHITECTURES, configured
 from models.config import LoraConfig, ParallelConfig
-from models.decoder.model import Decoder
 from models.decoder.stacked import StackedDecoder
 from models.mesh import make_mesh
 from models.pretrained.loading import by_path, from_pretrained
 from models.pretrained.saving import named_tensors, save_pretrained
 from models.pretrained.weight_sync import update_weights
 from models.tiny_checkpoint import tiny_config, write_tiny
+from tests.models.small import random_decoder
 
 GRANITE = [
     ("moe.input_linear.weight", "moe.experts.gate_up_proj"),
@@ -63,12 +63,9 @@ def in_memory(kind, tensors):
 
 
 def random_model(kind, seed, system=System(), expert_parallel=1, **changed):
-    """Return a tiny model with random parameters, without compiling its initialization."""
+    """Return a tiny model with random parameters."""
     config = configured(Fields(json.dumps(json.loads(tiny_config(kind)) | changed)))
-    mesh, rng = make_mesh(ParallelConfig(1, expert_parallel)), np.random.default_rng(seed)
-    graph, shapes = nnx.split(nnx.eval_shape(lambda: Decoder(config, mesh=mesh, system=system, rngs=nnx.Rngs(0))))
-    values = [jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(shapes)]
-    return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(shapes), values))
+    return random_decoder(config, make_mesh(ParallelConfig(1, expert_parallel)), system, seed)
 
 
 def tensors_of(model, **how):

@@ -91,12 +91,8 @@ def in_integers(tensors, rng):
 
 def compressed(kind, **weights):
     group = {"targets": ["Linear"], "weights": {"symmetric": True, **weights}, "output_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": kind,
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    }
+    method = {"quant_method": "compressed-tensors", "format": kind}
+    return method | {"config_groups": {"group_0": group}, "ignore": ["lm_head"]}
 
 
 CHANNELS = compressed("float-quantized", num_bits=8, type="float", strategy="channel", group_size=None)
@@ -109,9 +105,8 @@ CASES |= {"glm4_moe": (in_channels, CHANNELS), "kimi_k2": (in_integers, INTEGERS
 def write(folder, tensors, config, settings):
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(
-        json.dumps(config | ({} if settings is None else {"quantization_config": settings}))
-    )
+    settings = {} if settings is None else {"quantization_config": settings}
+    (folder / "config.json").write_text(json.dumps(config | settings))
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -155,6 +150,7 @@ def test_what_is_read_in_bits_is_saved_as_floats(folders, tmp_path):
 
 
 FP8_NAME, SCALES = "model.layers.1.self_attn.o_proj.weight", "model.layers.1.self_attn.o_proj.weight_scale_inv"
+PACKED, SCALE, SHAPE = (f"{FP8_NAME}_{part}" for part in ("packed", "scale", "shape"))
 BLOCKS = "model.layers.1.mlp.experts.down_proj_blocks"
 FP4_SCALES = "model.layers.1.mlp.experts.down_proj_scales"
 
@@ -168,23 +164,11 @@ FP4_SCALES = "model.layers.1.mlp.experts.down_proj_scales"
         ("deepseek_v3", lambda t: t.update({FP8_NAME: t[FP8_NAME][None]}), f"{FP8_NAME} has shape [1, 64, 64]"),
         ("deepseek_v3", lambda t: t.pop(FP8_NAME), f"missing: {FP8_NAME}"),
         ("deepseek_v3", lambda t: t.update({FP8_NAME: t[FP8_NAME][:20], SCALES: t[SCALES][:1]}), "has shape [20, 64]"),
-        (
-            "glm4_moe",
-            lambda t: t.pop(f"{FP8_NAME}_scale"),
-            f"{FP8_NAME} has no scales; expected {FP8_NAME}_scale [64, 1]",
-        ),
-        ("kimi_k2", lambda t: t.pop(f"{FP8_NAME}_scale"), f"_packed has no scales; expected {FP8_NAME}_scale [64, 4]"),
-        ("kimi_k2", lambda t: t.pop(f"{FP8_NAME}_packed"), f"missing: {FP8_NAME}"),
-        (
-            "kimi_k2",
-            lambda t: t.update({f"{FP8_NAME}_packed": t[f"{FP8_NAME}_packed"].astype(np.int64)}),
-            f"{FP8_NAME}_packed is I64 [64, 8]; expected a matrix of I32",
-        ),
-        (
-            "kimi_k2",
-            lambda t: t.update({f"{FP8_NAME}_shape": np.array([64, 63])}),
-            f"{FP8_NAME}_shape is [64, 63]; expected 64 columns",
-        ),
+        ("glm4_moe", lambda t: t.pop(SCALE), f"{FP8_NAME} has no scales; expected {SCALE} [64, 1]"),
+        ("kimi_k2", lambda t: t.pop(SCALE), f"_packed has no scales; expected {SCALE} [64, 4]"),
+        ("kimi_k2", lambda t: t.pop(PACKED), f"missing: {FP8_NAME}"),
+        ("kimi_k2", lambda t: t.update({PACKED: t[PACKED].astype(np.int64)}), f"{PACKED} is I64 [64, 8]; expected a"),
+        ("kimi_k2", lambda t: t.update({SHAPE: np.array([64, 63])}), f"{SHAPE} is [64, 63]; expected 64 columns"),
         ("gpt_oss", lambda t: t.pop(FP4_SCALES), f"{BLOCKS} has no scales; expected {FP4_SCALES} [16, 64, 2]"),
         ("gpt_oss", lambda t: t.update({FP4_SCALES: t[FP4_SCALES][1:]}), f"{FP4_SCALES} is U8 [15, 64, 2]; expected"),
         ("gpt_oss", lambda t: t.update({BLOCKS: t[BLOCKS][..., :8]}), f"{BLOCKS} is U8 [16, 64, 2, 8]; expected"),

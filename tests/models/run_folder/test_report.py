@@ -27,13 +27,6 @@ def test_report_has_the_logo_of_the_site():
     assert all(shape in PAGE.template for shape in shapes)
 
 
-def test_report_follows_the_color_scheme_and_the_width_of_the_screen():
-    assert "color-scheme: light dark" in PAGE.template
-    assert "(prefers-color-scheme: dark)" in PAGE.template
-    assert "width=device-width" in PAGE.template
-    assert "(max-width: 720px)" in PAGE.template
-
-
 @pytest.mark.thorough
 def test_report_states_the_result(trained_run):
     folder = RunFolder(trained_run)
@@ -41,14 +34,5 @@ def test_report_states_the_result(trained_run):
     headline = re.search(r"<h1>(.*?)</h1>", page).group(1)
     assert f"Validation loss after 8 steps is {validation[-1]['loss']:.2f} nats" in headline
     assert "load of 8 ranks" in headline
-    for word in (
-        "commit",
-        "unused experts",
-        "replication",
-        "unigram entropy [nats]",
-        "learning rate",
-        "jaxlib",
-        "a fox",
-        "imbalance after",
-    ):
-        assert word in page
+    words = ("commit", "unused experts", "replication", "unigram entropy [nats]", "learning rate", "jaxlib", "a fox")
+    assert not [word for word in (*words, "imbalance after") if word not in page]

@@ -66,7 +66,8 @@ def test_what_only_tracing_finds_touches_nothing(copied, monkeypatch):
     monkeypatch.setattr("models.training.step.StackedDecoder.loss", refuses)
     before = contents(copied)
     with pytest.raises(ValueError, match="found by tracing"):
-        prepare(CONFIG, CORPUS, copied, overwrite=True)
+        # Programs of another seed have not been traced.
+        prepare(dataclasses.replace(CONFIG, seed=1), CORPUS, copied, overwrite=True)
     assert contents(copied) == before
     assert not copied.with_name("tiny.before-1").exists()
 
@@ -178,6 +179,11 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(copied, damage):
     assert steps_in(folder.checkpoints) == [8, 4]
 
 
+def flip_all(folder, other):
+    for step in (4, 8):
+        flip(folder / str(step))
+
+
 def exchange(folder, other):
     """Exchange the checkpoints of steps 4 and 8."""
     (folder / "4").rename(folder / "x")
@@ -225,6 +231,7 @@ def other_run(tmp_path_factory):
 @pytest.mark.parametrize(
     ("place", "step", "problem"),
     [
+        (flip_all, None, ""),
         (exchange, None, "it was saved at step 4; expected step 8"),
         (rename, 4, "it was saved at step 8; expected step 6"),
         (copy_under_another_name, 8, "it was saved at step 4; expected step 12"),
@@ -232,10 +239,6 @@ def other_run(tmp_path_factory):
         (without_a_record, 4, "it does not record its step and run"),
         (without_checksums(exchange), None, "it was saved at step 4; expected step 8"),
         (without_checksums(take_of_another_run), 4, "it was saved by run '"),
-    ],
-    ids=[
-        *("exchanged", "renamed", "copied", "of another run", "no record"),
-        *("exchanged, no checksums", "of another, no checksums"),
     ],
 )
 def test_a_checkpoint_of_another_step_or_run_is_damaged(copied, trained_run, other_run, place, step, problem):
@@ -246,6 +249,7 @@ def test_a_checkpoint_of_another_step_or_run_is_damaged(copied, trained_run, oth
         with pytest.raises(ValueError, match=r"every checkpoint in '.*' is damaged; expected an intact one"):
             prepare(CONFIG, CORPUS, copied, resume=True, tell=lines.append)
         assert contents(copied) == before
+        assert len(lines) == 2
     else:
         run, lines = resumed(copied)
         assert run.done_steps == step
@@ -255,16 +259,6 @@ def test_a_checkpoint_of_another_step_or_run_is_damaged(copied, trained_run, oth
     assert f"is damaged: {problem}" in lines[0]
 
 
-def test_all_checkpoints_damaged_is_refused_and_touches_nothing(copied):
-    for step in (4, 8):
-        flip(RunFolder(copied).checkpoints / str(step))
-    before, lines = contents(copied), []
-    with pytest.raises(ValueError, match=r"every checkpoint in '.*' is damaged; expected an intact one"):
-        prepare(CONFIG, CORPUS, copied, resume=True, tell=lines.append)
-    assert len(lines) == 2
-    assert contents(copied) == before
-
-
 def test_a_checkpoint_without_checksums_is_used(copied):
     newest = RunFolder(copied).checkpoints / "8"
     (newest / CHECKSUMS).rename(newest / f"{CHECKSUMS}.part")
@@ -272,7 +266,7 @@ def test_a_checkpoint_without_checksums_is_used(copied):
     assert (run.done_steps, lines) == (8, [])
 
 
-def killed_before_its_first_checkpoint(folder):
+def before_its_first_checkpoint(folder):
     """Leave of a run the files that a kill during its first save leaves."""
     (folder.checkpoints / "8").rename(folder.checkpoints / "4.orbax-checkpoint-tmp")
     shutil.rmtree(folder.checkpoints / "4")
@@ -280,20 +274,18 @@ def killed_before_its_first_checkpoint(folder):
         path.unlink()
 
 
-def killed_before_its_first_save(folder):
-    killed_before_its_first_checkpoint(folder)
+def before_its_first_save(folder):
+    before_its_first_checkpoint(folder)
     shutil.rmtree(folder.checkpoints)
 
 
-def killed_before_its_first_file(folder):
+def before_its_first_file(folder):
     for path in folder.path.iterdir():
         if path.name != "notes.txt":
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-@pytest.mark.parametrize(
-    "state", [killed_before_its_first_checkpoint, killed_before_its_first_save, killed_before_its_first_file]
-)
+@pytest.mark.parametrize("state", [before_its_first_checkpoint, before_its_first_save, before_its_first_file])
 def test_a_run_without_a_checkpoint_starts_again(copied, command_line, tmp_path, monkeypatch, state):
     monkeypatch.setattr("models.training.loop._finish", lambda *arguments: {})
     folder = RunFolder(copied)
@@ -389,9 +381,8 @@ def test_a_signal_ends_with_a_checkpoint_a_line_and_an_exit_code(tmp_path):
     assert (process.returncode, errors) == (0, "")
     folder = RunFolder(tmp_path)
     last = folder.rows("step")[-1]["step"]
-    assert output.splitlines()[-1] == (
-        f"stopped by SIGTERM after step {last} of 100000; --resume continues in {tmp_path}"
-    )
+    line = f"stopped by SIGTERM after step {last} of 100000; --resume continues in {tmp_path}"
+    assert output.splitlines()[-1] == line
     assert steps_in(folder.checkpoints)[0] == last
     assert len(folder.read_counts()["steps"]) == last
     assert (folder.checkpoints / str(last) / CHECKSUMS).exists()

@@ -31,9 +31,8 @@ def test_a_checkpoint_fits_any_mesh(trained_run, mesh, all_devices):
     folder = RunFolder(trained_run).checkpoints
     step, state, kept = restore_newest(folder, made.state_shapes, lines.append, made.init, layout)
     assert (step, lines) == (8, [])
-    assert kept == CheckpointMetadata(
-        layout_of(CONFIG.parallel), {"sequences": 8 * CONFIG.batch.size, "tokens": 8 * CONFIG.tokens_per_step}
-    )
+    data = {"sequences": 8 * CONFIG.batch.size, "tokens": 8 * CONFIG.tokens_per_step}
+    assert kept == CheckpointMetadata(layout_of(CONFIG.parallel), data)
     assert jax.tree.structure(state) == jax.tree.structure(made.state_shapes)
     with Checkpoints(folder) as checkpoints:
         before = parts(checkpoints.restore(8, programs(CONFIG).state_shapes))
@@ -177,12 +176,8 @@ def test_steps_go_on_while_a_checkpoint_is_written(tmp_path):
     shapes, told = jax.eval_shape(lambda: state), []
     with Checkpoints(tmp_path, CheckpointConfig(keep=2, keep_every_s=1000)) as checkpoints:
         for number in range(1, 7):
-            checkpoints.save(
-                number,
-                state,
-                CheckpointMetadata({}, {"steps": number}),
-                lambda n=number: told.append((n, steps_in(tmp_path))),
-            )
+            tell = lambda n=number: told.append((n, steps_in(tmp_path)))  # noqa: E731
+            checkpoints.save(number, state, CheckpointMetadata({}, {"steps": number}), tell)
             for _ in range(10):
                 state = step(state)
             checkpoints.check()

@@ -30,11 +30,8 @@ def merged(base, folder):
     adapters, tensors = load_file(folder / "adapter_model.safetensors"), dict(base)
     modules = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in adapters}
     # PEFT matches the whole name of a module.
-    assert modules == {
-        name.removesuffix(".weight")
-        for name in base
-        if re.fullmatch(config["target_modules"], name.removesuffix(".weight"))
-    }
+    every = {name.removesuffix(".weight") for name in base}
+    assert modules == {name for name in every if re.fullmatch(config["target_modules"], name)}
     for name in modules:
         a, b = (adapters[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
         assert a.shape[0] == b.shape[1] == config["r"]

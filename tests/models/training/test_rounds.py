@@ -15,6 +15,9 @@ HEADROOM = 2.1
 """Without balancing, some steps of this run need more than one round."""
 
 
+IN_TWO = dataclasses.replace(CONFIG.batch, accumulate=2)
+
+
 def limited(system: str, headroom: float, **options):
     parallel = ParallelConfig(expert_parallel=8, system=system, headroom=headroom, max_rounds=1)
     return dataclasses.replace(CONFIG, parallel=parallel, **options)
@@ -45,12 +48,7 @@ def trained(config):
     [
         limited("plain", HEADROOM),
         # Balancer state, biases and loads are unchanged, too.
-        limited(
-            "eplb",
-            1.7,
-            batch=dataclasses.replace(CONFIG.batch, accumulate=2),
-            model=dataclasses.replace(CONFIG.model, bias_rate=1e-3),
-        ),
+        limited("eplb", 1.7, batch=IN_TWO, model=dataclasses.replace(CONFIG.model, bias_rate=1e-3)),
     ],
     ids=["plain", "eplb"],
 )

@@ -14,7 +14,7 @@ from models.config import ModelConfig
 from models.run_folder.metrics import RunFolder
 from models.tiny_checkpoint import byte_tokenizer, tiny_config
 from models.training.source import BIAS_RATE, PUBLISHED_NAMES, source_of, with_sizes
-from tests.models.small import sets
+from tests.models.small import ONE_ROUND, sets
 
 TEXT = "the quick brown fox jumps over the lazy dog. "
 STEPS = 3
@@ -47,15 +47,13 @@ def test_routing_biases_of_random_parameters_move(name, tmp_path, monkeypatch):
     (tmp_path / "text").write_text(TEXT * 100)
     (tmp_path / "tokenizer.json").write_text(byte_tokenizer().to_str())
     arguments = [name.lower(), "--data", tmp_path / "text", "--run-dir", tmp_path / "run", "--steps", STEPS]
-    arguments += ["--mesh", "expert=2", "--system", "plain"]
-    arguments += sets(
-        f"data.tokenizer={tmp_path / 'tokenizer.json'}", "batch.sequence_length=16", "validation.batches=1"
-    )
+    arguments += ["--mesh", "expert=2", "--system", ONE_ROUND]
+    arguments += sets(f"data.tokenizer={tmp_path / 'tokenizer.json'}")
+    arguments += sets("batch.sequence_length=16", "validation.batches=1")
     result = CliRunner().invoke(train.app, list(map(str, arguments)))
     assert result.exit_code == 0, result.output
-    bias = load_file(RunFolder(tmp_path / "run").model / "model.safetensors")[
-        "model.layers.1.mlp.gate.e_score_correction_bias"
-    ]
+    tensors = load_file(RunFolder(tmp_path / "run").model / "model.safetensors")
+    bias = tensors["model.layers.1.mlp.gate.e_score_correction_bias"]
     steps = np.round(bias / BIAS_RATE)
     np.testing.assert_allclose(bias, steps * BIAS_RATE, atol=1e-7)
     assert np.abs(steps).max() == STEPS

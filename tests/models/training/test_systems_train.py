@@ -69,17 +69,7 @@ def plain_losses(params):
     return losses("plain", params)
 
 
-EVERYDAY = {"feplb"}
-"""Systems tested by default: one with a load history, and one with waves of weights and rows."""
-
-
-@pytest.mark.parametrize(
-    "system",
-    [
-        name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.thorough)
-        for name in sorted(set(system_names()) - {"plain", *AS_EXACT})
-    ],
-)
+@pytest.mark.parametrize("system", sorted(set(system_names()) - {"plain", *AS_EXACT}))
 @pytest.mark.thorough
 def test_losses_of_fifty_steps_are_those_of_plain(plain_losses, params, system):
     want, before, _, routed = plain_losses

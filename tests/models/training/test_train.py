@@ -22,7 +22,7 @@ from models.train import app
 from models.training.loop import _finish, _validation, prepare
 from models.training.optimizer import learning_rate, make_schedule
 from tests.models.reference_loss import next_token_loss
-from tests.models.small import CONFIG, CORPUS, losses, programs
+from tests.models.small import CONFIG, CORPUS, filled, losses, programs
 
 pytestmark = pytest.mark.slow
 
@@ -69,11 +69,11 @@ def test_a_step_records_gradient_rate_and_place_in_the_data(trained_run):
 
 
 def test_the_recorded_norm_is_that_of_the_gradients():
-    parallel = ParallelConfig(1, 2, "plain")
+    parallel = ParallelConfig(1, 2, "plain", headroom=2.0, max_rounds=1)
     model = dataclasses.replace(CONFIG.model, num_layers=1, aux_loss=0.1, z_loss=0.01)
     config = dataclasses.replace(CONFIG, model=model, parallel=parallel)
     made = programs(config)
-    state = made.init()
+    state = filled(made.state_shapes)
     batch = CORPUS.batch(0, 1, config.batch.size, config.batch.sequence_length)
     # Two documents begin in each row; their first tokens are not predicted.
     batch[:, [3, 9]] = ~batch[:, [3, 9]]

@@ -23,10 +23,10 @@ from models.tiny_checkpoint import tiny_config, write_tiny
 from models.training.source import source_of
 from tests.models.processes import end, free_port, start
 from tests.models.reference_loss import next_token_loss
-from tests.models.small import losses, sets
+from tests.models.small import ONE_ROUND, losses, sets
 
 TEXT = "the quick brown fox jumps over the lazy dog. "
-SMALL = ["--system", "plain", *sets("batch.sequence_length=16", "validation.interval=2", "validation.batches=1")]
+SMALL = ["--system", ONE_ROUND, *sets("batch.sequence_length=16", "validation.interval=2", "validation.batches=1")]
 SMALL += sets("optimizer.learning_rate=1e-2", "optimizer.schedule=constant", "optimizer.warmup_steps=0")
 
 
@@ -209,9 +209,7 @@ def test_a_resumed_run_renders_the_time_of_its_start(checkpoint, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("missing", "message"), [(0, "model.safetensors: "), (1, "missing: ")], ids=["truncated", "incomplete"]
-)
+@pytest.mark.parametrize(("missing", "message"), [(0, "model.safetensors: "), (1, "missing: ")])
 def test_a_bad_checkpoint_touches_nothing(checkpoint, missing, message):
     file, run = checkpoint / "model.safetensors", checkpoint.parent / "run"
     save_file(dict(list(load_file(file).items())[missing:]), file)
