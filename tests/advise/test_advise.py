@@ -113,15 +113,11 @@ def test_what_does_not_fit_says_why_by_name():
     assert f"needs {judge.memory(best).total / 1e9:.1f} GB of {least / 1e9:.1f}: weights 0.0" in why
     assert "optimizer" in why
     assert "sums of gradients" in why
-    # If plain does not fit either, nothing is recommended; tests/advise/test_fit.py has the changes named instead.
-    with pytest.raises(ValueError, match=r"^no choice fits into memory: plain needs"):
-        advice(machine(memory_bytes=1e6), drawn(2.0))
 
 
 def test_inference_keeps_nothing_for_gradients():
-    training, inference = (
-        Evaluator(MODEL, machine(), Step(backward=b)).memory(Choice("greedy", 1)) for b in (True, False)
-    )
+    judges = (Evaluator(MODEL, machine(), Step(backward=backward)) for backward in (True, False))
+    training, inference = (judge.memory(Choice("greedy", 1)) for judge in judges)
     assert (inference.gradients, inference.optimizer, inference.kept) == (0, 0, 0)
     parameters = MODEL.layers * 2 * MODEL.expert_bytes / MODEL.itemsize
     assert training.weights == inference.weights == 2 * parameters

@@ -22,6 +22,7 @@ from jax_moe_lb.advise.search import Space
 from jax_moe_lb.cli.app import app
 from jax_moe_lb.nn import GradientResidual
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape
+from tests.marks import mostly_thorough
 
 MODEL = ModelShape(1, 256, 512, 8, 2, 2048, shared_inner=128)
 LEVELS = Links("node", 2, 5e9, links=2, latency_s=1e-5), Links("gpu", 2, 50e9)
@@ -36,7 +37,6 @@ CASES = {
     "two tiers": (Choice("exact", 2, relayed=True, relocated=True), DENSE, {}),
     "history": (Choice("eplb", 1), DENSE, {"dispatch": "Forward"}),
 }
-EVERYDAY = {"expert domains"}
 
 
 def run(code, monkeypatch):
@@ -49,9 +49,7 @@ def run(code, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the system cannot balance")
-@pytest.mark.parametrize(
-    "case", [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.thorough) for name in CASES]
-)
+@pytest.mark.parametrize("case", mostly_thorough(CASES, {"expert domains"}))
 def test_the_program_makes_the_layer_that_was_simulated(case, monkeypatch, capsys):
     choice, model, options = CASES[case]
     found = run(program(choice, model, CLUSTER, **options), monkeypatch)
@@ -63,12 +61,8 @@ def test_the_program_makes_the_layer_that_was_simulated(case, monkeypatch, capsy
         assert type(layer.system.dispatch).__name__ == options["dispatch"]
     else:
         assert replace(layer.system, migrate=None) == system
-    assert (layer.system.balancer, layer.system.replicate, layer.system.replica_slots, layer.system.relocates) == (
-        system.balancer,
-        system.replicate,
-        system.replica_slots,
-        system.relocates,
-    )
+    for name in ("balancer", "replicate", "replica_slots", "relocates"):
+        assert getattr(layer.system, name) == getattr(system, name)
     if choice.domain_sizes:
         assert layer.system.migrate.domains.domain_size == 2
         assert layer.system.migrate.codec.ratio == choice.ratio
@@ -78,9 +72,8 @@ def test_the_program_makes_the_layer_that_was_simulated(case, monkeypatch, capsy
     assert (layer.up.shape[0], layer.gate is None) == (model.experts, not model.gated)
     assert (layer.shared_expert is None) == (model.shared_inner == 0)
     trained = nnx.DiffState(0, nnx.Any(nnx.Param, GradientResidual))
-    gradients = nnx.grad(lambda layer: jnp.square(found["forward"](layer, found["x"])[0]).mean(), argnums=trained)(
-        layer
-    )
+    loss = lambda layer: jnp.square(found["forward"](layer, found["x"])[0]).mean()  # noqa: E731
+    gradients = nnx.grad(loss, argnums=trained)(layer)
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(gradients))
     assert float(jnp.abs(gradients["up"].get_value()).max()) > 0
 
@@ -109,9 +102,9 @@ def test_every_program_defines_its_names_and_is_narrow():
             assert max(map(len, code.splitlines()[1:])) <= 110, choice.name
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_program_runs_as_pasted(tmp_path):
-    """In an empty folder and a process with one CPU device."""
+    """As in `ci/advice.sh`: in an empty folder and a process with one CPU device."""
     code = program(Choice("exact", 2), MODEL, CLUSTER)
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-"]

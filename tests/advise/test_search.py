@@ -138,6 +138,9 @@ def test_flags_of_simulate_make_the_same_candidate():
         assert (made.system, made.migration) == (built.system, built.migration), choice.name
 
 
+ONE_SLOT = "--system greedy:replica_slots=1"
+
+
 @pytest.mark.parametrize(
     ("choice", "train"),
     [
@@ -145,10 +148,7 @@ def test_flags_of_simulate_make_the_same_candidate():
         (Choice(sprayed=True), None),
         (Choice("exact", 2, relayed=True, relocated=True), "--system two_tier:replica_slots=2 --mesh domain=2"),
         (Choice("exact", 2, headroom=1.25), "--system exact:replica_slots=2,headroom=1.25 --mesh domain=2"),
-        (
-            Choice("greedy", 1, relocated=True),
-            "--system greedy:replica_slots=1 --mesh domain=2 --set relocation.interval=50",
-        ),
+        (Choice("greedy", 1, relocated=True), f"{ONE_SLOT} --mesh domain=2 --set relocation.interval=50"),
         (Choice("exact", 2, eps=0.05), None),
         (Choice("exact", 2, domain_sizes=(2, 1)), None),
     ],

@@ -41,26 +41,16 @@ def groups_over(chosen):
 
 
 @pytest.mark.parametrize("chosen", CHOICES, ids="".join)
-def test_axes_of_listed_groups(chosen):
-    listed = ",".join("{" + ",".join(map(str, group)) + "}" for group in groups_over(chosen)[1])
-    assert axes_of(with_groups(f"replica_groups={{{listed}}}, dimensions={{0}}"), AXES) == chosen
-
-
-@pytest.mark.parametrize("chosen", CHOICES, ids="".join)
-def test_axes_of_numbered_groups(chosen):
+def test_axes_of_groups(chosen):
+    """Listed or numbered groups, or groups over a named mesh, which may have other names and split axes."""
     order, groups = groups_over(chosen)
-    transposed = f"T({','.join(map(str, order))})"
-    text = f"replica_groups=[{groups.shape[0]},{groups.shape[1]}]<=[2,3,4]{transposed}, use_global_device_ids=true"
-    assert axes_of(with_groups(text), AXES) == chosen
-
-
-@pytest.mark.parametrize("chosen", CHOICES[1:], ids="".join)
-def test_axes_of_groups_over_a_named_mesh(chosen):
-    # XLA may use other names, and split the axes further.
+    listed = ",".join("{" + ",".join(map(str, group)) + "}" for group in groups)
+    numbered = f"[{groups.shape[0]},{groups.shape[1]}]<=[2,3,4]T({','.join(map(str, order))})"
     names = {"a": ["x"], "b": ["y"], "c": ["z", "w"]}
     over = ",".join(f"'{part}'" for name in chosen for part in names[name])
-    text = f"channel_id=1, replica_groups=mesh['x'=2,'y'=3,'z'=2,'w'=2] {{{over}}}, dimensions={{0}}"
-    assert axes_of(with_groups(text), AXES) == chosen
+    forms = [f"{{{listed}}}", numbered, *([f"mesh['x'=2,'y'=3,'z'=2,'w'=2] {{{over}}}"] if chosen else [])]
+    for form in forms:
+        assert axes_of(with_groups(f"channel_id=1, replica_groups={form}, dimensions={{0}}"), AXES) == chosen, form
 
 
 def test_axes_of_pairs():
@@ -69,11 +59,9 @@ def test_axes_of_pairs():
     assert axes_of(with_groups(f"source_target_pairs={{{listed}}}"), AXES) == ("c",)
 
 
-@pytest.mark.parametrize(
-    ("groups", "axes"), [("{{0,1,2},{3,4,5}}", None), ("something new", None), ("{}", ("a", "b", "c"))]
-)
-def test_other_groups(groups, axes):
-    assert axes_of(with_groups(f"replica_groups={groups}"), AXES) == axes
+def test_other_groups():
+    for groups, axes in {"{{0,1,2},{3,4,5}}": None, "something new": None, "{}": ("a", "b", "c")}.items():
+        assert axes_of(with_groups(f"replica_groups={groups}"), AXES) == axes
 
 
 SCHEDULED = """

@@ -8,6 +8,9 @@ from jax.sharding import Mesh
 from jax_moe_lb import compiler_options
 from tests.layer_cases import make_mesh
 
+LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
+SYMMETRIC = "xla_gpu_experimental_enable_nccl_symmetric_buffers"
+ZERO_COPY = "xla_gpu_experimental_ragged_all_to_all_zero_copy"
 BETWEEN_DOMAINS = "xla_gpu_unsupported_enable_ragged_all_to_all_multi_host_decomposer"
 
 
@@ -47,7 +50,7 @@ def test_other_options_take_precedence():
 def test_operands_are_copied_to_symmetric_memory_only_for_the_device_kernel(mesh, is_on, monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
     options = compiler_options(mesh)
-    assert ("xla_gpu_experimental_enable_nccl_symmetric_buffers" in options) == is_on
+    assert (SYMMETRIC in options) == is_on
     assert ("xla_gpu_experimental_ragged_all_to_all_use_device_kernel" in options) == is_on
     assert options["xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback"]
 
@@ -63,19 +66,8 @@ def test_more_ranks_than_the_one_shot_kernel_has_do_not_use_it():
 @pytest.mark.parametrize(
     ("mesh", "others", "message"),
     [
-        (
-            gpus(0, 0),
-            {
-                "xla_gpu_experimental_ragged_all_to_all_zero_copy": True,
-                "xla_gpu_enable_latency_hiding_scheduler": "true",
-            },
-            "they give NaN gradients",
-        ),
-        (
-            gpus(0, 1),
-            {"xla_gpu_experimental_enable_nccl_symmetric_buffers": False},
-            "without symmetric input the device kernel is not used",
-        ),
+        (gpus(0, 0), {ZERO_COPY: True, LATENCY_HIDING: "true"}, "they give NaN gradients"),
+        (gpus(0, 1), {SYMMETRIC: False}, "without symmetric input the device kernel is not used"),
     ],
 )
 def test_known_bad_combinations_are_refused(mesh, others, message, monkeypatch):

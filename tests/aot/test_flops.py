@@ -16,9 +16,8 @@ def test_products_of_a_program(exchanging):
 
 
 def test_a_product_with_batches(tmp_path):
-    program = compiled_here(
-        tmp_path, lambda a, b: jnp.einsum("bij,bjk->bik", a, b), jnp.zeros((3, 4, 5)), jnp.zeros((3, 5, 6))
-    )
+    operands = jnp.zeros((3, 4, 5)), jnp.zeros((3, 5, 6))
+    program = compiled_here(tmp_path, lambda a, b: jnp.einsum("bij,bjk->bik", a, b), *operands)
     assert total(products(program.module)) == 2 * 3 * 4 * 5 * 6
 
 

@@ -110,9 +110,8 @@ def test_launches_are_counted_by_instruction():
 
 
 def test_an_asynchronous_custom_call_keeps_its_stream():
-    start = (
-        '(s32[16], s32[128]) async-start(%gathered), calls=%planner, frontend_attributes={_xla_stream_annotation="2"}'
-    )
+    start = "(s32[16], s32[128]) async-start(%gathered), calls=%planner, "
+    start += 'frontend_attributes={_xla_stream_annotation="2"}'
     text = TEXT.replace("ENTRY", PLANNER + "ENTRY").replace(
         '%planned = s32[128]{0} custom-call(%gathered), custom_call_target="moe_lb_plan_exact"',
         f"%planned.start = {start}\n  %planned = s32[128]{{0}} async-done(%planned.start)",

@@ -26,12 +26,10 @@ ENTRY %main (x: f32[1024,1024], n: s32[32]) -> f32[1024,1024] {
 
 EACH_WITH_ITS_PEER = "{{100000,200000},{100001,200001}}"
 ALL_WITH_ALL = "{{100000,100001,200000,200001}}"
+AXES = {EACH_WITH_ITS_PEER: ("node",), ALL_WITH_ALL: ("node", "expert"), '"{1,2}x{0:7}"': ("node",)}
 
 
-@pytest.mark.parametrize(
-    ("target", "axes"),
-    [(EACH_WITH_ITS_PEER, ("node",)), (ALL_WITH_ALL, ("node", "expert")), ('"{1,2}x{0:7}"', ("node",))],
-)
+@pytest.mark.parametrize(("target", "axes"), AXES.items())
 def test_transfers_have_axes_bytes_and_overlapping_work(target, axes):
     module = parse_module(PROGRAM.replace("{TARGET}", target))
     (found,) = transfers_between_slices(module, ("node", "expert"), ("node",), MemoryTraffic(module).nbytes)

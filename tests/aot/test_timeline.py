@@ -21,8 +21,6 @@ from tests.aot.scheduled import TEXT, even_counts, load_of, schedule, skewed_cou
 
 TARGET = Target.parse("h100:1x8")
 RATES = device_rates("h100", "cuda")
-
-
 EVEN = load_of(even_counts())
 ALL = schedule()
 ONE = {one.name: one for one in ALL}
@@ -34,12 +32,10 @@ def spans(found, name):
 
 def test_a_planner_beyond_the_measured_ranks_takes_time_in_proportion():
     estimator = OperationTime(TARGET)
-    seconds = {
-        ranks: estimator.of(replace(ONE["planned"], planned_ranks=ranks), 0).seconds - RATES.start
-        for ranks in (64, 128)
-    }
-    assert seconds[64] == pytest.approx(RATES.planner_kernel[64])
-    assert seconds[128] == pytest.approx(2 * seconds[64])
+    planners = (replace(ONE["planned"], planned_ranks=ranks) for ranks in (64, 128))
+    few, many = (estimator.of(planner, 0).seconds - RATES.start for planner in planners)
+    assert few == pytest.approx(RATES.planner_kernel[64])
+    assert many == pytest.approx(2 * few)
 
 
 def test_an_exchange_beside_work_is_hidden():
@@ -158,14 +154,10 @@ def test_small_operations_cost_their_launch():
 
 
 def test_the_path_decides_the_time_of_an_exchange():
-    seconds = {
-        path: spans(timeline(schedule(path=path), TARGET, EVEN), "back")[0].seconds
-        for path in (ExchangePath.ONE_SHOT, ExchangePath.SEND_RECEIVE)
-    }
+    paths = ExchangePath.ONE_SHOT, ExchangePath.SEND_RECEIVE
+    one_shot, sends = (spans(timeline(schedule(path=path), TARGET, EVEN), "back")[0].seconds for path in paths)
     # Two updates for each of 7 peers, and a wait of the host.
-    assert (
-        seconds[ExchangePath.SEND_RECEIVE] > 14 * RATES.nccl_update + RATES.host_wait > seconds[ExchangePath.ONE_SHOT]
-    )
+    assert sends > 14 * RATES.nccl_update + RATES.host_wait > one_shot
 
 
 @pytest.mark.parametrize("rows", [2, 7], ids=["home experts", "replicas by rank"])
@@ -217,10 +209,8 @@ def test_a_planner_in_a_kernel_needs_no_host(ranks, seconds):
 
 def exchange(stage, axes, ranks, operand, result=1):
     """Return an exchange of lists with 64 updates for each peer, from shapes of operand and result."""
-    sent, width = operand
-    shape = ExchangeShape(
-        "ragged-all-to-all", axes, ranks, sent * width, result * width, sent, 64, ExchangePath.ONE_SHOT.value
-    )
+    (sent, width), path = operand, ExchangePath.ONE_SHOT.value
+    shape = ExchangeShape("ragged-all-to-all", axes, ranks, sent * width, result * width, sent, 64, path)
     return ScheduledOperation("rows", Kind.EXCHANGE, stage, exchange=shape)
 
 
@@ -236,11 +226,8 @@ def test_lists_carry_tokens_instead_of_copies():
     assert rows.sum() < 0.95 * copies.waves[0].sum() == 0.95 * 8 * 512 * 4
     assert load.rounds == copies.rounds == 1
     arrays = Once().cost().row_arrays(512, 4, topology)
-    for stage, operand, sent in (
-        ("dispatch", arrays.sent, rows),
-        ("backward/dispatch", arrays.sent, rows),
-        ("combine", arrays.received, rows.T),
-    ):
+    there, back = (arrays.sent, rows), (arrays.received, rows.T)
+    for stage, (operand, sent) in {"dispatch": there, "backward/dispatch": there, "combine": back}.items():
         one = exchange(stage, ("expert",), 8, (operand, 512))
         padded = np.pad(512 * sent[..., None], ((0, 0), (0, 0), (0, 63)))
         expected = exchange_time(padded, ExchangePath.ONE_SHOT, 512, operand, Machine(RATES, 8))
@@ -251,10 +238,8 @@ def test_hops_of_lists_take_the_slowest_group_and_a_part_per_chunk():
     target, sizes = Target.parse("h100:2x8"), replace(LISTS, tokens=510)
     topology = replace(target.topology(), ranks_per_domain=8)
     counts = counts_of("zipf:1.2", sizes, 16)
-    loads = [
-        LayerLoad.of(replace(exact(1), dispatch=Forward(Buffers(4.0, chunks=chunks))), sizes, topology, counts)
-        for chunks in (1, 4)
-    ]
+    dispatches = (Forward(Buffers(4.0, chunks=chunks)) for chunks in (1, 4))
+    loads = [LayerLoad.of(replace(exact(1), dispatch=one), sizes, topology, counts) for one in dispatches]
     between, inside = loads[0].lists.hops
     assert (between.rows.shape, inside.rows.shape) == ((8, 2, 2), (2, 8, 8))
     # Each token visits a node at most once, and a rail rank forwards tokens of both nodes.
@@ -265,9 +250,8 @@ def test_hops_of_lists_take_the_slowest_group_and_a_part_per_chunk():
     whole, part = (OperationTime(target, load) for load in loads)
     for axes, ranks, hop in ((("node",), 2, 0), (("expert",), 8, 1)):
         out, quarter = (exchange("dispatch", axes, ranks, (load.lists.hops[hop].sent, 512)) for load in loads)
-        bytes_of, quarters = (
-            np.stack(time._in_groups(one, one.exchange, 0)) for time, one in ((whole, out), (part, quarter))
-        )
+        pairs = (whole, out), (part, quarter)
+        bytes_of, quarters = (np.stack(time._in_groups(one, one.exchange, 0)) for time, one in pairs)
         np.testing.assert_array_equal(quarters, 512 * -(-bytes_of // (4 * 512)))
         on = whole._group(out.exchange)
         times = [exchange_time(one, ExchangePath.ONE_SHOT, 512, out.exchange.operand_rows, on) for one in bytes_of]
@@ -315,9 +299,10 @@ def test_a_tpu_program_without_its_exchanges_is_refused():
     assert timeline(known, TARGET, EVEN).total_s > 0
 
 
-@pytest.mark.parametrize(
-    "target", ["h100:1x8", "h200:1x8", "b200:1x8", "gb200:1x2x4", "a100:1x8", "v5e:2x4", "v6e:2x4"]
-)
+GPUS = ["h100:1x8", "h200:1x8", "b200:1x8", "gb200:1x2x4", "a100:1x8"]
+
+
+@pytest.mark.parametrize("target", [*GPUS, "v5e:2x4", "v6e:2x4"])
 def test_targets_have_a_price(target):
     path = ExchangePath.NATIVE if target.startswith("v") else ExchangePath.ONE_SHOT
     found = timeline(schedule(path=path), Target.parse(target), EVEN)

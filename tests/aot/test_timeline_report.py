@@ -66,9 +66,10 @@ def test_a_difference_names_the_stage_and_operation(found, step):
     assert [row.split()[-1] for row in rows] == [f"{combine * 1e3:+.3f}"] * 2
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", "{}", '{"otherData": {"title": "x"}}', "[" * 10**5, '{"otherData": 1}', "\xff"]
-)
+OTHERS = ["", "{", "[]", "null", "{}", '{"otherData": {"title": "x"}}', "[" * 10**5, '{"otherData": 1}', "\xff"]
+
+
+@pytest.mark.parametrize("text", OTHERS)
 def test_other_files_are_refused(text, tmp_path):
     path = tmp_path / "other.json"
     path.write_text(text, encoding="latin-1")
@@ -85,12 +86,9 @@ def test_sums_that_are_no_numbers_are_refused(number, step):
         read_timeline(step)
 
 
-def test_a_pipe_is_refused(tmp_path):
+def test_a_pipe_and_a_missing_file_are_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match=r"^--against is .*: not a regular file; expected"):
         read_timeline(tmp_path / "pipe")
-
-
-def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"^--against is .*: No such file or directory; expected a file of --timeline"):
         read_timeline(tmp_path / "nothing.json")

@@ -150,17 +150,10 @@ def test_the_printed_form_is_code(layer, compiled, capsys):
     assert all(form.reason for form in tuned.tried)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"layers": 0}, "layers is 0; expected"),
-        ({"memory_bytes": 0}, "memory_bytes is 0; expected"),
-        ({"load": "zipf"}, "load is 'zipf'"),
-    ],
-)
-def test_wrong_arguments_are_refused(layer, compiled, options, message):
-    with pytest.raises(ValueError, match=message):
-        tune(layer, X, **options)
+@pytest.mark.parametrize(("name", "value"), [("layers", 0), ("memory_bytes", 0), ("load", "zipf")])
+def test_wrong_arguments_are_refused(layer, compiled, name, value):
+    with pytest.raises(ValueError, match=f"{name} is {value!r}; expected"):
+        tune(layer, X, **{name: value})
 
 
 def test_devices_without_rates_are_refused(layer):

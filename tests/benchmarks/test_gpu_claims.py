@@ -134,7 +134,7 @@ def test_a_raising_check_is_false_on_a_gpu_and_fails_a_dry_run(tmp_path, monkeyp
         assert (stored.outcome, stored.found) == (outcome, found)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_dry_run_ends_with_a_table_and_leaves_no_file():
     before = sorted(ROOT.glob("benchmarks/results/**/*.json"))
     command = [sys.executable, "-m", "benchmarks.gpu", "--dry-run", "--parts", "training"]

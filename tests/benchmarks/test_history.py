@@ -21,9 +21,8 @@ def checkout(tmp_path):
 
 def git(root, *arguments):
     author = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
-    return subprocess.run(
-        ["git", *author, *arguments], cwd=root, check=True, capture_output=True, text=True
-    ).stdout.strip()
+    command = ["git", *author, *arguments]
+    return subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def commit(root, name, text):

@@ -24,11 +24,8 @@ def by_links(bits_per_s):
         plan = sprayed(counts)
         rows = rows_between(counts, plan)
         sprayed_hops = systems.rails().dispatch.cost().hops(WaveRows(counts, plan, per_token=1), cluster.topology())
-        for way, hops in {
-            "direct": [rows],
-            "receiver's rail": [at_receivers_rail(rows)],
-            "sprayed": sprayed_hops,
-        }.items():
+        ways = {"direct": [rows], "receiver's rail": [at_receivers_rail(rows)], "sprayed": sprayed_hops}
+        for way, hops in ways.items():
             yield (name, way), sum(seconds(flow(hop * ROW_BYTES, cluster), cluster) for hop in hops)
 
 

@@ -30,9 +30,8 @@ def test_the_only_rank_equals_the_dense_layer(headroom):
     routed = jnp.asarray(np.argsort(rng.random((TOKENS, EXPERTS)), 1)[:, :PER_TOKEN], jnp.int32)
     counts = jnp.bincount(routed.reshape(-1), length=EXPERTS)[None].astype(jnp.int32)
     experts, topology = Experts(up, down, gate), Topology.flat(1)
-    inputs = RankInputs(
-        jnp.int32(0), routed, weights, counts, plain_plan(counts, topology, EXPERTS), x, experts, upstream
-    )
+    plan = plain_plan(counts, topology, EXPERTS)
+    inputs = RankInputs(jnp.int32(0), routed, weights, counts, plan, x, experts, upstream)
     run = partial(rank_step, exchange=LocalExchange(Buffers(headroom)), capacity=None, topology=topology)
     found = jax.jit(run)(inputs)
 
@@ -52,10 +51,8 @@ def test_a_rank_serves_the_rows_of_the_plan_in_its_rounds():
     for rank in range(TINY.ranks):
         routed, counts, plan = jax.tree.map(jnp.asarray, (served.routed[rank], served.counts, served.plan))
         receipt = exchange.receipt_of(jnp.int32(rank), routed, counts, plan)
-        rows = [
-            exchange.send(copies, receipt, jnp.int32(i), Topology.flat(TINY.ranks))[1]
-            for i in range(int(receipt.rounds))
-        ]
+        topology, rounds = Topology.flat(TINY.ranks), range(int(receipt.rounds))
+        rows = [exchange.send(copies, receipt, jnp.int32(i), topology)[1] for i in rounds]
         held = served.plan.placement[rank]
         want = np.where(held >= 0, served.plan.quota[held, rank], 0)
         np.testing.assert_array_equal(sum(rows), want)

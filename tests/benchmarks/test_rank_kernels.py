@@ -1,48 +1,33 @@
 """Kernels of a rank's step have the part that their line of the compiled program says."""
 
+import re
+
 import pytest
 
 from benchmarks.gpu import rank_kernels as kernels
 
-SCOPE = 'metadata={op_name="jit(rank_step)/transpose(jvp())/backward'
-LINES = {
-    f'  %p.1 = bf16[68864,768]{{1,0}} custom-call(%a), custom_call_target="mosaic_gpu_v2", {SCOPE}/experts/call"}}': (
-        kernels.PRODUCTS,
-        "bf16[68864,768]",
-    ),
-    f'  %p.2 = bf16[68864,2048]{{1,0}} custom-call(%a), {SCOPE}/dispatch/copy_rows/pallas_call"}}': (
-        kernels.EXCHANGE,
-        "bf16[68864,2048]",
-    ),
-    f'  %f.1 = (bf16[65536,1,2048]{{2,1,0}}, s32[8]{{0}}) fusion(%a), {SCOPE}/dispatch/gather"}}': (
-        kernels.GATHERS,
-        "bf16[65536,1,2048]",
-    ),
-    f'  ROOT %f.2 = bf16[8192,2048]{{1,0}} fusion(%a), kind=kLoop, {SCOPE}/combine/convert_element_type"}}': (
-        kernels.SUMS,
-        "bf16[8192,2048]",
-    ),
-    f'  %f.3 = bf16[18,2048,768]{{2,1,0}} fusion(%a), {SCOPE}/experts/layout_constraint"}}': (
-        kernels.WEIGHTS,
-        "bf16[18,2048,768]",
-    ),
-    f'  %f.4 = bf16[68864,1536]{{1,0}} fusion(%a), {SCOPE}/experts/concatenate"}}': (
-        kernels.ACTIVATIONS,
-        "bf16[68864,1536]",
-    ),
-    f'  %f.5 = (bf16[2,1,2048,768]{{3,2,1,0}}) fusion(%a), {SCOPE}/replicate/gather"}}': (
-        kernels.REPLICAS,
-        "bf16[2,1,2048,768]",
-    ),
-    f'  %f.6 = s32[65536]{{0}} fusion(%a), {SCOPE}/combine/scatter-add"}}': (kernels.SMALL, "s32[65536]"),
-    "  %f.7 = bf16[65536,2048]{1,0} copy(%a)": (kernels.OTHER, "bf16[65536,2048]"),
-}
+SCOPE = "jit(rank_step)/transpose(jvp())/backward"
+CALL, FUSION = 'custom-call(%a), custom_call_target="mosaic_gpu_v2"', "fusion(%a), kind=kLoop"
+PARTS = [
+    ("bf16[68864,768]{1,0}", CALL, "experts/call", kernels.PRODUCTS),
+    ("bf16[68864,2048]{1,0}", "custom-call(%a)", "dispatch/copy_rows/pallas_call", kernels.EXCHANGE),
+    ("(bf16[65536,1,2048]{2,1,0}, s32[8]{0})", FUSION, "dispatch/gather", kernels.GATHERS),
+    ("bf16[8192,2048]{1,0}", FUSION, "combine/convert_element_type", kernels.SUMS),
+    ("bf16[18,2048,768]{2,1,0}", FUSION, "experts/layout_constraint", kernels.WEIGHTS),
+    ("bf16[68864,1536]{1,0}", FUSION, "experts/concatenate", kernels.ACTIVATIONS),
+    ("(bf16[2,1,2048,768]{3,2,1,0})", FUSION, "replicate/gather", kernels.REPLICAS),
+    ("s32[65536]{0}", FUSION, "combine/scatter-add", kernels.SMALL),
+    ("bf16[65536,2048]{1,0}", "copy(%a)", None, kernels.OTHER),
+]
+"""Result, operation and scope of an instruction, and its part."""
 
 
-@pytest.mark.parametrize(("line", "expected"), LINES.items())
-def test_the_part_of_an_instruction(line, expected):
-    (found,) = kernels.parts_of(f"HloModule m\n\n{line}\n").values()
-    assert found == expected
+@pytest.mark.parametrize(("result", "operation", "scope", "part"), PARTS)
+@pytest.mark.parametrize("root", ["", "ROOT "])
+def test_the_part_of_an_instruction(root, result, operation, scope, part):
+    metadata = "" if scope is None else f', metadata={{op_name="{SCOPE}/{scope}"}}'
+    (found,) = kernels.parts_of(f"HloModule m\n\n  {root}%f.1 = {result} {operation}{metadata}\n").values()
+    assert found == (part, re.search(r"\w+\[[\d,]+\]", result)[0])
 
 
 def test_times_are_summed_by_part():

@@ -41,11 +41,10 @@ def test_every_table_is_shown_or_linked_or_read_by_the_simulator():
     assert {f"{run}/{name}" for run, record in read(RESULTS).items() for name in record.tables} <= used
 
 
-def test_few_bytes_of_the_documents_are_marks():
-    marks = {path: re.findall(r"<!--.*?-->", path.read_text(), re.DOTALL) for path in documents()}
-    assert sum(len(mark) for found in marks.values() for mark in found) < 10_000
-    kinds = {mark.split()[1] for found in marks.values() for mark in found}
-    assert kinds == {"table:", "rows:", "include:", "answers:", "numbers", "end"}
+def test_every_mark_has_a_known_kind():
+    """A mark of another kind would not be rendered."""
+    found = {kind for path in documents() for kind in re.findall(r"<!-- *(\S+)", path.read_text())}
+    assert found == {"table:", "rows:", "include:", "answers:", "numbers", "end"}
 
 
 def test_results_list_the_answers_of_all_pages_of_results():
@@ -53,9 +52,8 @@ def test_results_list_the_answers_of_all_pages_of_results():
     for page in (ROOT / "docs/results").glob("*.md"):
         title, _, body = page.read_text().partition("\n\n")
         assert not body.startswith(("<", "`python", "#", "|", "- ")), f"{page.name} begins with no answer"
-        row = re.search(
-            rf"^\| \[{re.escape(title[2:])}\]\(../docs/results/{page.name}\) \| (.*) \|$", text, re.MULTILINE
-        )
+        link = rf"\[{re.escape(title[2:])}\]\(../docs/results/{page.name}\)"
+        row = re.search(rf"^\| {link} \| (.*) \|$", text, re.MULTILINE)
         assert row, page
         assert " ".join(body.split("\n\n")[0].split())[:30] in row[1].replace("../docs", "..")
 

@@ -58,11 +58,8 @@ def two_datacenters():
 
 def rails():
     """Return bytes sent by every NIC, from rank 0 to ranks of the other node, by topology and receiver."""
-    topologies = {
-        "spine": Rails(2, 2, 100e6),
-        "rail only": Rails(2, 2, 100e6, rail_only=True),
-        "multipath": Multipath(2, 2, 2, 100e6),
-    }
+    topologies = {"spine": Rails(2, 2, 100e6), "rail only": Rails(2, 2, 100e6, rail_only=True)}
+    topologies["multipath"] = Multipath(2, 2, 2, 100e6)
     results = {}
     for name, topology in topologies.items():
         with topology.build() as network:
@@ -156,10 +153,8 @@ def layer():
 
 def samples(leaf):
     """Return start and sampled values of every block on this process."""
-    return [
-        ([part.start or 0 for part in shard.index], shard.data.reshape(-1)[::97].tolist())
-        for shard in leaf.addressable_shards
-    ]
+    shards = leaf.addressable_shards
+    return [([part.start or 0 for part in one.index], one.data.reshape(-1)[::97].tolist()) for one in shards]
 
 
 def dead_rank():

@@ -55,10 +55,8 @@ def test_an_exponent_needs_no_point(written, text, value):
 def test_a_file_says_what_is_built(written):
     config = load_config("CONFIG", written())
     cluster, model = config.cluster.build(), config.model.build()
-    assert [(level.name, level.bytes_per_s, level.links, level.latency_s) for level in cluster.levels] == [
-        ("node", 50e9, 4, 5e-6),
-        ("gpu", 360e9, 1, 0.0),
-    ]
+    levels = [(level.name, level.bytes_per_s, level.links, level.latency_s) for level in cluster.levels]
+    assert levels == [("node", 50e9, 4, 5e-6), ("gpu", 360e9, 1, 0.0)]
     assert cluster.gemm == AnalyticGemm(600e12, 300.0, 10e-6)
     assert model == ModelShape(2, 64, 32, 16, 2, 128)
     topology = cluster.topology()
@@ -84,9 +82,10 @@ def test_units(read, text, value):
     assert read(text) == pytest.approx(value)
 
 
-@pytest.mark.parametrize(
-    "value", [400, 400.0, "400", "400 Gbps", "400 GB", "400 gbit/s", "0 GB/s", "-1 GB/s", "GB/s", "e GB/s", None]
-)
+NO_RATES = ["400", "400 Gbps", "400 GB", "400 gbit/s", "0 GB/s", "-1 GB/s", "GB/s", "e GB/s"]
+
+
+@pytest.mark.parametrize("value", [400, 400.0, None, *NO_RATES])
 def test_a_rate_needs_its_unit(value):
     with pytest.raises(ValueError, match=r"expected a rate above 0 with its unit, such as '400 Gbit/s' or '50 GB/s'"):
         units.rate(value)
@@ -109,11 +108,7 @@ BAD = [
     (CLUSTER, {"device": "h100", "levels": [{"name": "dc", "size": 2}]}, "level dc has no rate; expected one"),
     (CLUSTER, {"device": "b200", "gemm": None}, "gemm is missing; expected one, or"),
     (CLUSTER, {"gemm": {"rows": [1]}}, "gemm has neither one"),
-    (
-        CLUSTER,
-        {"gemm": {"rows": [1], "speeds": ["1 TFLOP/s"], "half_rows": 2}},
-        "gemm has neither one alone; expected rows and speeds, or peak and half_rows",
-    ),
+    (CLUSTER, {"gemm": {"rows": [1], "speeds": ["1 TFLOP/s"], "half_rows": 2}}, "gemm has neither one alone; expected"),
     (CLUSTER, {"jitter": True}, "cluster.jitter is True"),
     ((), {"routing": {"seed": True}}, "routing.seed is True"),
     ((), {"routing": {"imbalance": "2"}}, "routing.imbalance is '2'"),
@@ -153,10 +148,8 @@ def test_every_preset_can_be_read():
 
 
 def test_a_preset_that_does_not_exist_lists_near_ones():
-    with pytest.raises(
-        ValueError,
-        match=r"CONFIG is 'h100_nod', no preset .*; near ones are h100_node, h100_16_nodes, h200_16_nodes, presets",
-    ):
+    near = "h100_node, h100_16_nodes, h200_16_nodes"
+    with pytest.raises(ValueError, match=f"CONFIG is 'h100_nod', no preset .*; near ones are {near}, presets"):
         load_config("CONFIG", "h100_nod")
 
 

@@ -53,9 +53,8 @@ def model(**change):
 
 
 SIZES = [(8,), (4,), (2, 4), (4, 2), (2, 2, 2), (1, 4), (2, 1, 4)]
-MACHINES = st.tuples(
-    st.sampled_from(SIZES), st.lists(st.integers(6, 11), min_size=3, max_size=3), st.integers(0, 2), st.booleans()
-)
+RATES = st.lists(st.integers(6, 11), min_size=3, max_size=3)
+MACHINES = st.tuples(st.sampled_from(SIZES), RATES, st.integers(0, 2), st.booleans())
 """Sizes of levels, powers of ten of their rates, link sharing, and presence of latencies."""
 
 
@@ -77,15 +76,15 @@ def counts_of(cluster, seed, skew):
     return rng.multinomial(256, popular / popular.sum(), (2, cluster.num_ranks)).astype(np.int32)
 
 
-CASES = st.tuples(MACHINES, st.sampled_from(sorted(SYSTEMS)), st.integers(0, 99), st.sampled_from([0.0, 1.0, 2.0]))
+SKEWS = st.sampled_from([0.0, 1.0, 2.0])
+CLUSTERS = MACHINES.map(cluster_of)
+CASES = CLUSTERS, st.sampled_from(sorted(SYSTEMS)).map(SYSTEMS.get), st.integers(0, 99), SKEWS
 
 
 @pytest.mark.slow
 @settings(max_examples=10, deadline=None)
-@given(CASES)
-def test_what_is_sent_is_received_and_is_what_the_plan_says(case):
-    machine, name, seed, skew = case
-    cluster, system = cluster_of(machine), SYSTEMS[name]
+@given(*CASES)
+def test_what_is_sent_is_received_and_is_what_the_plan_says(cluster, system, seed, skew):
     counts = counts_of(cluster, seed, skew)
     plan = plan_on_host(system, counts[0], cluster.topology()).plan
     rows, moved = rows_between(counts[0], plan), traffic(plan, counts[0])
@@ -104,10 +103,8 @@ def test_what_is_sent_is_received_and_is_what_the_plan_says(case):
 
 @pytest.mark.slow
 @settings(max_examples=10, deadline=None)
-@given(CASES)
-def test_a_step_takes_at_least_every_bound_and_no_link_is_above_its_rate(case):
-    machine, name, seed, skew = case
-    cluster, system = cluster_of(machine), SYSTEMS[name]
+@given(*CASES)
+def test_a_step_takes_at_least_every_bound_and_no_link_is_above_its_rate(cluster, system, seed, skew):
     counts = counts_of(cluster, seed, skew)
     report = simulate(system, model(), cluster, counts)
     tasks = report.timeline.tasks
@@ -121,9 +118,8 @@ def test_a_step_takes_at_least_every_bound_and_no_link_is_above_its_rate(case):
     for at, level in enumerate(cluster.levels):
         moving = [task for task in tasks if task.flow is not None and task.flow.sent[at].any()]
         for task in moving:
-            assert task.seconds * level.bytes_per_s * (1 + 1e-9) >= max(
-                task.flow.sent[at].max(), task.flow.received[at].max()
-            )
+            most = max(task.flow.sent[at].max(), task.flow.received[at].max())
+            assert task.seconds * level.bytes_per_s * (1 + 1e-9) >= most
         on_links = sum(task.flow.sent[at] for task in moving)
         assert report.step_s * level.bytes_per_s * (1 + 1e-9) >= np.max(on_links)
     # Dependencies.
@@ -131,9 +127,8 @@ def test_a_step_takes_at_least_every_bound_and_no_link_is_above_its_rate(case):
 
 
 @settings(max_examples=6, deadline=None)
-@given(MACHINES, st.lists(st.integers(0, 3), min_size=3, max_size=3), st.booleans())
-def test_even_counts_equal_uniform_routing_by_symmetry(machine, powers, gather_again):
-    cluster = cluster_of(machine)
+@given(CLUSTERS, st.lists(st.integers(0, 3), min_size=3, max_size=3), st.booleans())
+def test_even_counts_equal_uniform_routing_by_symmetry(cluster, powers, gather_again):
     sizes = tuple(math.gcd(2**power, level.size) for power, level in zip(powers, cluster.levels, strict=False))
     even = np.full((cluster.num_ranks, 16), 128 * 2 // 16, np.int32)
     migration = Migration(sizes, gather_again=gather_again)
@@ -153,21 +148,18 @@ def test_hybridep_takes_what_its_stream_model_says(size):
     told_directly = Communication(Collective.DIRECT)
     links = (Links("gpu", 8, 5e9, latency_s=1e-6),)
     cluster = Cluster(links, AnalyticGemm(1e12, 0.0, 0.0), communication=told_directly)
-    step = Step(recompute=False, exchange_counts=False)
-    report = simulate_uniform(shape, cluster, migration=Migration((size,)), step=step)
-    forward = simulate_uniform(
-        shape, cluster, migration=Migration((size,)), step=Step(backward=False, exchange_counts=False)
+    report, forward = (
+        simulate_uniform(shape, cluster, migration=Migration((size,)), step=Step(**options, exchange_counts=False))
+        for options in ({"recompute": False}, {"backward": False})
     )
     copies = shape.tokens * shape.per_token
-    work = {
-        "token_bytes": float(copies * shape.row_bytes),
-        "expert_bytes": float(shape.expert_bytes),
-        "pre_expert_s": 2e-4,
-    }
+    work = {"token_bytes": float(copies * shape.row_bytes), "expert_bytes": float(shape.expert_bytes)}
     level = Level("gpu", 8, 5e9, 1e-6)
     experts_s = copies * shape.row_flops / 1e12
-    assert forward.step_s == pytest.approx(3 * (latency(Work(**work), level, size).total_s + experts_s))
-    train = Work(**work, gradient_bytes=float(shape.expert_gradient_bytes), backward_s=4e-4)
+    assert forward.step_s == pytest.approx(
+        3 * (latency(Work(**work, pre_expert_s=2e-4), level, size).total_s + experts_s)
+    )
+    train = Work(**work, pre_expert_s=2e-4, gradient_bytes=float(shape.expert_gradient_bytes), backward_s=4e-4)
     assert report.step_s == pytest.approx(3 * (latency(train, level, size).total_s + 3 * experts_s))
 
 
@@ -322,21 +314,17 @@ def test_an_all_reduce_passes_every_member_once():
     assert level_bytes(sent, cluster) == pytest.approx((2 * 30, 4 * 30, 12 * 30))
     alone = Migration((2, 1, 1), Codec(10.0, CodecBase.ZERO))
     shape = model(experts=32)
-    plainly = shared_work(shape, cluster, alone, 32, Direct()).gather
-    assert (
-        len(shared_work(shape, cluster, replace(alone, codec=Codec(10.0, CodecBase.SHARED)), 32, Direct()).gather)
-        == len(plainly) + 1
-    )
+    shared = replace(alone, codec=Codec(10.0, CodecBase.SHARED))
+    plainly, summed = (shared_work(shape, cluster, one, 32, Direct()).gather for one in (alone, shared))
+    assert len(summed) == len(plainly) + 1
 
 
 def test_encoded_gradients_send_as_many_bytes_home_as_encoded_experts_take():
     cluster = Cluster((Links("dc", 2, 1e9), Links("gpu", 4, 1e9)))
     shape = model(experts=32, itemsize=4)
     codec = Codec(10.0, CodecBase.ZERO, gradient_ratio=10.0)
-    encoded, whole = (
-        shared_work(shape, cluster, Migration((2, 4), one), 32, Direct())
-        for one in (codec, replace(codec, gradient_ratio=1.0))
-    )
+    codecs = codec, replace(codec, gradient_ratio=1.0)
+    encoded, whole = (shared_work(shape, cluster, Migration((2, 4), one), 32, Direct()) for one in codecs)
 
     def sent(flows):
         return np.sum([level_bytes(flow, cluster) for flow in flows], 0)

@@ -53,12 +53,9 @@ def test_a_gather_beside_a_dispatch_shares_the_link():
     model = ModelShape(1, 64, 64, 8, 4, 64, pre_expert_s=0.0)
     cluster = Cluster((Links("gpu", 4, 1e9),))
     even, step = np.full((4, 8), 32, np.int32), Step(backward=False, exchange_counts=False)
-    queued, shared = (
-        simulate(
-            systems.plain(), model, replace(cluster, communication=one), even, migration=Migration((2,)), step=step
-        )
-        for one in (Communication(), SHARED)
-    )
+    clusters = (replace(cluster, communication=one) for one in (Communication(), SHARED))
+    options = {"migration": Migration((2,)), "step": step}
+    queued, shared = (simulate(systems.plain(), model, one, even, **options) for one in clusters)
     gather_s, dispatch_s = 2 * 24576 / 1e9, 256 / 2 * 128 / 1e9
     assert queued.stages["gather"].busy_s == pytest.approx(gather_s)
     assert queued.stages["dispatch"].busy_s == pytest.approx(dispatch_s)
@@ -89,9 +86,8 @@ def test_jitter_makes_exchanges_wait_for_the_slowest_rank():
     report = simulate(systems.plain(), model, cluster, even, step=step)
     draws = np.random.default_rng([3, 0, zlib.crc32(b"attention")]).lognormal(-0.005, 0.1, 4)
     assert report.stages["attention"].exposed_s == pytest.approx(1e-3 * draws.max())
-    again, other = (
-        simulate(systems.plain(), model, replace(cluster, jitter_seed=seed), even, step=step) for seed in (3, 4)
-    )
+    clusters = (replace(cluster, jitter_seed=seed) for seed in (3, 4))
+    again, other = (simulate(systems.plain(), model, one, even, step=step) for one in clusters)
     assert again.step_s == report.step_s != other.step_s
     with pytest.raises(ValueError, match=r"Cluster.jitter is 0\.1; expected 0, as one rank stands for all"):
         simulate_uniform(model, cluster)

@@ -12,13 +12,9 @@ from jax_moe_lb.sim.network import latency_s, seconds
 from jax_moe_lb.sim.work import layer_work
 from jax_moe_lb.transport import Direct, Forward, Once, QuantizedTransfer
 
-THREE = Cluster(
-    (
-        Links("dc", 2, 1e8, latency_s=1e-3),
-        Links("node", 2, 1e9, links=2, latency_s=1e-5),
-        Links("gpu", 2, 1e10, latency_s=1e-6),
-    )
-)
+NODES = Links("node", 2, 1e9, links=2, latency_s=1e-5)
+THREE = Cluster((Links("dc", 2, 1e8, latency_s=1e-3), NODES, Links("gpu", 2, 1e10, latency_s=1e-6)))
+EVEN = np.full((8, 16), 16, np.int32)
 FORWARD = Step(backward=False, exchange_counts=False)
 
 
@@ -86,9 +82,8 @@ def test_the_hops_of_chunks_overlap():
         return np.array([stages["dispatch"].exposed_s, stages["combine"].exposed_s])
 
     work, _ = layer_work(System(dispatch=Forward()), model(), cluster, even)
-    hops = np.array(
-        [[seconds(flow, cluster) for flow in side] for side in (work.waves[0].dispatch, work.waves[0].back)]
-    )
+    sides = work.waves[0].dispatch, work.waves[0].back
+    hops = np.array([[seconds(flow, cluster) for flow in side] for side in sides])
     pipelined = hops.max(1) + hops.min(1) / 4
     np.testing.assert_allclose(exposed(Buffers()), hops.sum(1))
     np.testing.assert_allclose(exposed(Buffers(chunks=4, max_rounds=1)), pipelined)
@@ -127,16 +122,9 @@ def test_once_sends_tokens_with_two_experts_on_a_rank_once():
 @pytest.mark.parametrize("system", [systems.plain(), systems.exact(2)])
 def test_once_sends_no_more_and_no_less_than_a_kth(system: System):
     counts = np.random.default_rng(1).multinomial(256, np.arange(1, 17) / 136, 8).astype(np.int32)
-    many, few = (
-        sum(
-            sent.sum()
-            for sent in layer_work(replace(system, dispatch=dispatch), model(), THREE, counts)[0]
-            .waves[0]
-            .dispatch[0]
-            .sent
-        )
-        for dispatch in (Direct(Buffers(1e3)), Once(Buffers(1e3)))
-    )
+    dispatches = Direct(Buffers(1e3)), Once(Buffers(1e3))
+    works = [layer_work(replace(system, dispatch=one), model(), THREE, counts)[0] for one in dispatches]
+    many, few = (sum(sent.sum() for sent in work.waves[0].dispatch[0].sent) for work in works)
     row_bytes = 128 + 4 * 8
     assert many / 4 * row_bytes / 128 <= few <= many * row_bytes / 128
 
@@ -149,8 +137,7 @@ BY_PAIRS = Communication(by_pairs=True, dispatch_bytes=1.0)
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (1, 2, 1)])
 def test_even_counts_equal_uniform_routing(how, dispatch, sizes):
     cluster, migration = replace(THREE, communication=how), Migration(sizes)
-    even = np.full((8, 16), 16, np.int32)
-    whole = simulate(System(dispatch=dispatch), model(), cluster, even, migration=migration)
+    whole = simulate(System(dispatch=dispatch), model(), cluster, EVEN, migration=migration)
     one = simulate_uniform(model(), cluster, migration=migration, dispatch=dispatch)
     assert one.step_s == pytest.approx(whole.step_s, rel=1e-9)
     assert one.level_bytes == pytest.approx(whole.level_bytes, rel=1e-9)
@@ -158,8 +145,7 @@ def test_even_counts_equal_uniform_routing(how, dispatch, sizes):
 
 def test_dispatch_in_fp8_and_combine_in_bfloat16():
     cluster = Cluster((Links("gpu", 8, 1e9),), communication=Communication(dispatch_bytes=1.03125))
-    even = np.full((8, 16), 16, np.int32)
-    stages = simulate(systems.plain(), model(), cluster, even).stages
+    stages = simulate(systems.plain(), model(), cluster, EVEN).stages
     crossing = 8 * 256 * 7 / 8
     assert stages["dispatch"].bytes == pytest.approx(crossing * 64 * 1.03125)
     assert stages["combine"].bytes == pytest.approx(crossing * 64 * 2)
@@ -168,9 +154,9 @@ def test_dispatch_in_fp8_and_combine_in_bfloat16():
 
 
 def test_a_wire_is_for_rows_forward_and_gradients_travel_as_they_are():
-    cluster, even = Cluster((Links("gpu", 8, 1e9),)), np.full((8, 16), 16, np.int32)
+    cluster = Cluster((Links("gpu", 8, 1e9),))
     system = systems.plain().replace(transfer=QuantizedTransfer(block=32))
-    stages = simulate(system, model(), cluster, even).stages
+    stages = simulate(system, model(), cluster, EVEN).stages
     # 64 numbers of a byte and two scales of 4, compared with 64 numbers of 2.
     wire, plainly = 8 * 256 * 7 / 8 * (64 + 8), 8 * 256 * 7 / 8 * 128
     assert stages["dispatch"].bytes == stages["combine"].bytes == pytest.approx(wire)
@@ -180,9 +166,8 @@ def test_a_wire_is_for_rows_forward_and_gradients_travel_as_they_are():
 
 def test_shared_experts_compute_beside_the_exchange():
     shape, cluster = model(shared_inner=96), Cluster((Links("gpu", 8, 1e9),))
-    even = np.full((8, 16), 16, np.int32)
     step = Step(exchange_counts=False)
-    with_them, without = (simulate(systems.plain(), one, cluster, even, step=step) for one in (shape, model()))
+    with_them, without = (simulate(systems.plain(), one, cluster, EVEN, step=step) for one in (shape, model()))
     # Three matrices of 64 x 96 for each of 64 tokens, plus 295 equivalent rows; four times with the backward pass.
     once_s = (64 + 295) * 2 * 3 * 64 * 96 / 600e12 + 10e-6
     assert with_them.stages["shared experts"].busy_s == pytest.approx(once_s)

@@ -29,11 +29,8 @@ def test_permutations_and_sums_take_the_time_of_their_bytes(system):
     """Every round gathers its copies, backward with their gradients; sums read them and write tokens."""
     found = simulated(system, SLOW)
     stages, rounds = found.stages, found.rounds
-    expected = {
-        "permutation": rounds * 2 * COPIES,
-        "permutation (backward)": rounds * 4 * COPIES,
-        "sums of copies": COPIES + TOKENS,
-    }
+    expected = {"permutation": rounds * 2 * COPIES, "permutation (backward)": rounds * 4 * COPIES}
+    expected["sums of copies"] = COPIES + TOKENS
     for name, num_bytes in expected.items():
         assert stages[name].busy_s == pytest.approx(2 * num_bytes / 1e6), name
     assert stages["sums of copies (backward)"].busy_s == pytest.approx(stages["sums of copies"].busy_s)
@@ -71,9 +68,8 @@ def test_gradients_of_replicas_and_of_overflow_rounds_are_added_in_memory():
 
 def test_products_skip_empty_rows_of_a_buffer_and_activations_do_not():
     even = np.full_like(SKEWED, 64)
-    narrow, wide = (
-        simulate(systems.plain(Buffers(headroom, max_rounds=1)), MODEL, SLOW, even).stages for headroom in (1.05, 4.0)
-    )
+    buffers = (Buffers(headroom, max_rounds=1) for headroom in (1.05, 4.0))
+    narrow, wide = (simulate(systems.plain(one), MODEL, SLOW, even).stages for one in buffers)
     rows = [Buffers(headroom).rows(512) for headroom in (1.05, 4.0)]
     row_bytes = 3 * MODEL.inner * MODEL.itemsize + MODEL.row_bytes
     more_s = wide["experts"].busy_s - narrow["experts"].busy_s
@@ -114,9 +110,8 @@ def test_the_traffic_of_a_layer_has_what_takes_time_and_more():
 
 
 def test_gradients_of_weights_in_parts_are_not_split():
-    joined, in_parts = (
-        traffic_of(systems.exact(1), WIDE, replace(CLUSTER, joins_weights=joins)) for joins in (True, False)
-    )
+    clusters = (replace(CLUSTER, joins_weights=joins) for joins in (True, False))
+    joined, in_parts = (traffic_of(systems.exact(1), WIDE, cluster) for cluster in clusters)
     assert (joined.joined, in_parts.joined) == (2 * 2 * 3 * WIDE.expert_bytes, 0)
     assert joined.arriving - in_parts.arriving == (2 + 2 * 2) * WIDE.expert_bytes
     assert replace(joined, joined=0.0, arriving=in_parts.arriving) == in_parts

@@ -12,10 +12,9 @@ def shape(experts, per_token, tokens):
     return ModelShape(1, 8, 8, experts, per_token, tokens)
 
 
-@pytest.mark.parametrize(
-    ("experts", "per_token", "ranks", "imbalance"), [(64, 8, 8, 1.2), (64, 2, 16, 4.0), (16, 2, 2, 1.9), (8, 2, 8, 3.0)]
-)
-def test_ranks_have_the_wanted_imbalance(experts, per_token, ranks, imbalance):
+@pytest.mark.parametrize("case", [(64, 8, 8, 1.2), (64, 2, 16, 4.0), (16, 2, 2, 1.9), (8, 2, 8, 3.0)])
+def test_ranks_have_the_wanted_imbalance(case):
+    experts, per_token, ranks, imbalance = case
     counts = skewed_counts(shape(experts, per_token, 2048), ranks, imbalance, layers=3, seed=1)
     load = counts.sum(1).reshape(3, ranks, -1).sum(2)
     np.testing.assert_allclose(load.max(1) / load.mean(1), imbalance, rtol=0.05)

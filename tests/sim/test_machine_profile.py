@@ -54,10 +54,8 @@ def read_back(tmp_path, measured):
 
 def test_every_level_is_written(tmp_path):
     cluster = read_back(tmp_path, SOUND)
-    assert [(one.name, one.size, one.links, one.bytes_per_s) for one in cluster.levels] == [
-        ("node", 2, 8, 45e9),
-        ("gpu", 8, 1, 300e9),
-    ]
+    levels = [(one.name, one.size, one.links, one.bytes_per_s) for one in cluster.levels]
+    assert levels == [("node", 2, 8, 45e9), ("gpu", 8, 1, 300e9)]
     assert (cluster.memory_bytes, cluster.hbm_bytes_per_s) == (80e9, 3e12)
     assert (cluster.backward_factor, cluster.communication.padded, cluster.joins_weights) == (3.0, False, False)
 

@@ -45,23 +45,13 @@ def test_many_rows_need_most_where_gradients_of_rows_are():
 def test_dispatches_of_tokens_take_other_buffers():
     """`Once` gathers copies from received rows, and `Forward` keeps the tokens of its offset in all nodes."""
     model = replace(MODEL, tokens=65536, inner=128)
-    arrays = {
-        kind: kind().cost().row_arrays(model.tokens, model.per_token, CLUSTER.topology())
-        for kind in (Direct, Once, Forward)
-    }
-    copies = model.tokens * model.per_token
+    sizes = model.tokens, model.per_token, CLUSTER.topology()
+    arrays = {kind: kind().cost().row_arrays(*sizes) for kind in (Direct, Once, Forward)}
+    copies, both = model.tokens * model.per_token, 2 * model.tokens
     room = Once().buffers.rows(copies)
     assert arrays[Direct] == (copies, 0, room, copies, False, 0, 0)
     assert arrays[Once] == (copies, room + 128, room + 128, model.tokens, True, 0, 0)
-    assert arrays[Forward] == (
-        room + 128,
-        room + 128,
-        room + 128,
-        2 * model.tokens,
-        True,
-        2 * model.tokens,
-        2 * model.tokens,
-    )
+    assert arrays[Forward] == (room + 128, room + 128, room + 128, both, True, both, both)
     found = {kind: held(replace(plain(Buffers(max_rounds=1)), dispatch=kind(Buffers(max_rounds=1)))) for kind in arrays}
     assert found[Direct].buffers < found[Once].buffers < found[Forward].buffers
     # One round of `Forward` also stores tokens and gradients of outputs of both nodes.

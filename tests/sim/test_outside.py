@@ -12,12 +12,8 @@ from jax_moe_lb.sim.planner_times import needs_counts
 from jax_moe_lb.transport import Direct, Gather, PeerCopy, Relay, TransportCost
 
 SHAPE = ModelShape(layers=2, hidden=256, inner=512, experts=16, per_token=2, tokens=512, pre_expert_s=1e-4)
-CLUSTER = Cluster(
-    (Links("node", 2, 25e9, links=4), Links("gpu", 4, 400e9)),
-    AnalyticGemm(1e13, 0.0, 0.0),
-    copy_bytes_per_s=100e9,
-    planner_s=1e-3,
-)
+LEVELS = Links("node", 2, 25e9, links=4), Links("gpu", 4, 400e9)
+CLUSTER = Cluster(LEVELS, AnalyticGemm(1e13, 0.0, 0.0), copy_bytes_per_s=100e9, planner_s=1e-3)
 COUNTS = skewed_counts(SHAPE, 8, 2.0, 2, 0)
 ONE_PASS = Step(backward=False)
 
@@ -120,9 +116,5 @@ def test_a_dispatch_says_what_is_served_together():
 
 
 def test_every_strategy_of_the_library_says_it_of_itself():
-    assert not needs_counts(Plain())
-    assert not needs_counts(HybridEP())
-    assert needs_counts(Greedy())
-    assert not Gather().uses_copy_engines
-    assert PeerCopy().uses_copy_engines
-    assert Relay().uses_copy_engines
+    assert [needs_counts(one) for one in (Plain(), HybridEP(), Greedy())] == [False, False, True]
+    assert [one.uses_copy_engines for one in (Gather(), PeerCopy(), Relay())] == [False, True, True]

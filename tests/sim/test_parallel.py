@@ -65,10 +65,8 @@ def test_data_groups_sum_gradients_once_beside_the_backward_pass():
 @pytest.mark.parametrize("backward", [True, False])
 def test_a_pipeline_waits_for_its_other_stages(interleave, backward):
     parallel = Parallel(pipeline=TWO, microbatches=6, interleave=interleave)
-    report, one = (
-        simulated(parallel, backward),
-        simulated(parallel.of_one_microbatch, backward, replace(MODEL, layers=2)),
-    )
+    report = simulated(parallel, backward)
+    one = simulated(parallel.of_one_microbatch, backward, replace(MODEL, layers=2))
     # Activations arrive in each part of the layers, and their gradients.
     arrive_s = (1 + backward) * interleave * (256 * 64 * 2 / 1e6 + 1e-3)
     microbatch_s = one.step_s - 0.5 + arrive_s
