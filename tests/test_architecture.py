@@ -35,19 +35,15 @@ def room_of(module):
 
 
 def module_name(path):
-    return (
-        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts[1:]).removesuffix("__init__").removesuffix(".")
-    )
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts).removesuffix("__init__").removesuffix(".")
 
 
 def imported(tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
-            yield from (
-                [f"{node.module}.{alias.name}" for alias in node.names]
-                if node.module == "jax_moe_lb"
-                else [node.module]
-            )
+            of_package = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from of_package if node.module == "jax_moe_lb" else [node.module]
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
 
@@ -124,7 +120,6 @@ def test_public_modules_show_public_names_only():
 
 def test_planning_on_numpy_does_not_import_jax():
     code = "import sys; from jax_moe_lb import _planning; print('jax' in sys.modules)"
-    answer = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent
-    )
+    command = [sys.executable, "-c", code]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
     assert answer.stdout == "False\n"

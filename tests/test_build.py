@@ -31,9 +31,8 @@ def test_without_a_compiler_nothing_is_compiled(tmp_path, environment):
     words = " ".join(ran.stderr.split())
     assert "No C++ compiler on PATH: installing jax_moe_lb in pure JAX" in words
     assert "apt install g++" in words
-    installed = subprocess.run(
-        [CMAKE, "--install", tmp_path / "build", "--prefix", tmp_path / "out"], capture_output=True, text=True
-    )
+    install = [CMAKE, "--install", tmp_path / "build", "--prefix", tmp_path / "out"]
+    installed = subprocess.run(install, capture_output=True, text=True)
     assert installed.returncode == 0, installed.stderr
     assert not list(tmp_path.glob("out/**/*.so"))
 

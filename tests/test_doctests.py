@@ -22,7 +22,6 @@ COMPILED = {
     "jax_moe_lb.transport.fsdp",
     "jax_moe_lb.routing.routers",
     "jax_moe_lb.routing.more_routers",
-    "jax_moe_lb.core.export",
     "jax_moe_lb.transport.serving_ranks",
     "jax_moe_lb.transport.compression",
     "jax_moe_lb.kernels.slot_places",
@@ -30,6 +29,7 @@ COMPILED = {
 """Modules whose examples compile layers, or programs that take about a second."""
 
 SLOWEST = {"jax_moe_lb.core.stats", "jax_moe_lb.planners.exact_search", "jax_moe_lb.advise.advise"}
+SLOWEST |= {"jax_moe_lb.core.export", "jax_moe_lb.nn.variables"}
 """Modules whose examples take 4 CPU seconds or more, and whose functions have other tests."""
 
 MARKS = [(pytest.mark.slow, COMPILED | SLOWEST), (pytest.mark.thorough, SLOWEST)]

@@ -50,11 +50,8 @@ def test_a_replication_from_outside_serves_in_every_wave(dispatch):
 def test_it_fills_slots_like_gather():
     x, mask = CASE.tokens(WORKLOADS[1], 8, "float32")
     mesh = make_mesh((8,), ("expert",))
-    outs = [
-        jax.jit(sharded_moe(mesh, Topology.from_mesh(mesh), System(Greedy(), replicate, replica_slots=2)))(
-            x, mask, *CASE.params("float32")
-        )
-        for replicate in (Gather(), all_gather())
-    ]
+    both = (System(Greedy(), replicate, replica_slots=2) for replicate in (Gather(), all_gather()))
+    layers = (jax.jit(sharded_moe(mesh, Topology.from_mesh(mesh), system)) for system in both)
+    outs = [layer(x, mask, *CASE.params("float32")) for layer in layers]
     assert float(outs[0][1].weight_bytes_moved[0]) > 0
     jax.tree.map(np.testing.assert_array_equal, *outs)

@@ -51,6 +51,5 @@ def test_without_the_extra_each_tool_names_the_command(monkeypatch, capsys):
 def test_the_simulator_without_the_extra_names_the_command():
     hidden = "import sys; sys.modules['pydantic'] = None; import jax_moe_lb.sim"
     ran = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, check=False)
-    assert ran.stderr.splitlines()[-1] == (
-        "ModuleNotFoundError: pydantic is not installed; run pip install 'jax_moe_lb[tools]'"
-    )
+    line = "ModuleNotFoundError: pydantic is not installed; run pip install 'jax_moe_lb[tools]'"
+    assert ran.stderr.splitlines()[-1] == line

@@ -34,6 +34,7 @@ from jax_moe_lb import (
     TopK,
     Topology,
     moe,
+    plain,
     routing,
     transport,
 )
@@ -59,6 +60,8 @@ from tests.layer_cases import make_mesh
 pytestmark = pytest.mark.usefixtures("cpu_branches")
 
 WIDTH, NUM_EXPERTS, NUM_TOKENS = 8, 8, 32
+ONE_ROUND = plain(Buffers(max_rounds=1))
+"""System without a loop over rounds, which takes three quarters of the compilation."""
 
 
 def exported(module, base):
@@ -196,7 +199,7 @@ def results(value):
     """Return outputs, statistics and gradients on one device; require a gradient of every parameter or a warning."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run, params, x = step(mesh=make_mesh((1,), ("expert",)), system="plain", **arguments_of(value))
+        run, params, x = step(mesh=make_mesh((1,), ("expert",)), system=ONE_ROUND, **arguments_of(value))
     out = run(params, x)
     gradients = nnx.to_pure_dict(out[1][0])
     without = [name for name, leaf in gradients.items() if not np.any(np.asarray(leaf))]

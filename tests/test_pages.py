@@ -16,6 +16,7 @@ import typer
 from jax_moe_lb.cli.app import UsageError, app
 from jax_moe_lb.cli.planning import balancer_names
 from jax_moe_lb.layer.systems import system_named, system_names
+from tests.marks import mostly_thorough
 from tests.page_blocks import CHECKOUT, ELSEWHERE, Block, blocks, run_alone, same_output
 from tests.plain_environment import write_sitecustomize
 from tests.test_doctests import ROOMS
@@ -55,26 +56,28 @@ def run_after_pip_install(block, folder):
 OF_A_CHECKOUT = {path.parent.name for path in ROOT.glob("*/__init__.py")} | {"models", "benchmarks"}
 
 
+MODULES = {
+    "pydantic": "`pip install '.[tools]'`",
+    "flatbuffers": "`pip install flatbuffers`",
+    "tokenizers": "`pip install '.[models]'`",
+    "grain": "`pip install '.[train]'`",
+    "models.config": CHECKOUT,
+    "benchmarks.layer.workloads": CHECKOUT,
+}
+"""A module of each need."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("module", "need"),
-    [
-        ("pydantic", "`pip install '.[tools]'`"),
-        ("flatbuffers", "`pip install flatbuffers`"),
-        ("tokenizers", "`pip install '.[models]'`"),
-        ("grain", "`pip install '.[train]'`"),
-        ("models.config", CHECKOUT),
-        ("benchmarks.layer.workloads", CHECKOUT),
-    ],
-)
-def test_a_block_sees_only_what_it_needs(module, need, tmp_path):
+@pytest.mark.parametrize("module", mostly_thorough(MODULES, {"pydantic", "models.config"}))
+def test_a_block_sees_only_what_it_needs(module, tmp_path):
     """The environment of these tests has all of them, and each block runs as after `pip install .`."""
     block = Block(ROOT / "page.md", 0, (), f"import {module}, jax_moe_lb\nprint('imported')\n", None)
     for folder in ("plain", "labelled"):
         (tmp_path / folder).mkdir()
     with pytest.raises(AssertionError, match=f"No module named '{module.partition('.')[0]}"):
         run_after_pip_install(block, tmp_path / "plain")
-    assert run_after_pip_install(dataclasses.replace(block, needs=(need,)), tmp_path / "labelled") == "imported\n"
+    labelled = dataclasses.replace(block, needs=(MODULES[module],))
+    assert run_after_pip_install(labelled, tmp_path / "labelled") == "imported\n"
 
 
 def test_every_need_is_known():
@@ -150,9 +153,8 @@ def problem(words):
                 return refused(importlib.import_module(module).app, arguments)
             return None if importlib.util.find_spec(module) else "no such module"
         case ["make", target, *_]:
-            return (
-                None if re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE) else "no such target"
-            )
+            found = re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            return None if found else "no such target"
         case ["pip", "install", *what]:
             return None if extras(" ".join(what)) <= DECLARED else "no such extra"
         case ["bash" | "pytest", path, *_]:

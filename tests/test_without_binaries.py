@@ -24,10 +24,8 @@ def greedy_layer():
 
     devices = jax.devices()[:RANKS]
     mesh = jax.make_mesh((RANKS,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
-    topology = Topology.from_mesh(mesh)
-    layer = MoE(
-        WIDTH, 8, TopK(2), mesh=mesh, topology=topology, system=greedy(2), experts=ExpertConfig(16), rngs=nnx.Rngs(0)
-    )
+    options = {"mesh": mesh, "topology": Topology.from_mesh(mesh), "system": greedy(2), "experts": ExpertConfig(16)}
+    layer = MoE(WIDTH, 8, TopK(2), **options, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(0), (RANKS, 32, WIDTH)) + 1
 
     def loss(layer, x):
@@ -61,9 +59,8 @@ def without_binaries(tmp_path_factory):
     copy, package = tmp_path_factory.mktemp("copy"), Path(jax_moe_lb.__file__).parent
     shutil.copytree(package, copy / "jax_moe_lb", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
-    ran = subprocess.run(
-        [sys.executable, __file__, copy, copy / "out.npz"], capture_output=True, text=True, cwd=copy, env=environment
-    )
+    command = [sys.executable, __file__, copy, copy / "out.npz"]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=copy, env=environment)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout, ran.stderr, dict(np.load(copy / "out.npz"))
 
