@@ -9,11 +9,13 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
-from benchmarks.layer.workloads import Workload
+from benchmarks.layer.workloads import WORKLOADS, Workload
 from jax_moe_lb import ExpertConfig, Experts, Losses, MoE, MoEParams, MoEState, System, TokenInfo, TopK, Topology, moe
 from jax_moe_lb.core.stats import raise_if_concrete
 from jax_moe_lb.transport import ExpertDomains, hybrid_mesh
 from tests.oracle import dense_moe
+
+BY_NAME = {workload.name: workload for workload in WORKLOADS}
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,9 @@ class Case:
         experts = Experts(jnp.asarray(up, dtype), jnp.asarray(down, dtype), jnp.asarray(gate, dtype))
         return jnp.asarray(kernel, dtype), experts if self.gated else Experts(experts.up, experts.down)
 
-    def tokens(self, workload: Workload, num_shards: int, dtype) -> tuple[jax.Array, jax.Array]:
+    def tokens(self, workload: Workload | str, num_shards: int, dtype) -> tuple[jax.Array, jax.Array]:
         """Return tokens of all shards, and their mask."""
+        workload = BY_NAME.get(workload, workload)
         logits = workload.logits(0, num_shards, self.num_tokens, self.num_experts)
         features = np.random.default_rng(2).normal(size=(*logits.shape[:2], self.features))
         # Preferences are integers, so that rounding to bfloat16 does not change the selected experts.
@@ -48,6 +51,11 @@ class Case:
         x = np.concatenate([features, ranks - self.num_experts / 2], -1) / 4
         mask = workload.mask(num_shards, self.num_tokens).reshape(-1)
         return jnp.asarray(x.reshape(-1, self.width), dtype), jnp.asarray(mask)
+
+    def arguments(self, workload: Workload | str, num_shards: int, dtype="float32", target="float32") -> tuple:
+        """Return the arguments of a layer with its gradients; `target` is the dtype of the gradients of outputs."""
+        x, mask = self.tokens(workload, num_shards, dtype)
+        return x, mask, *self.params(dtype), jnp.asarray(np.random.default_rng(3).normal(size=x.shape), target)
 
 
 def make_mesh(sizes, names, axis_type=AxisType.Auto):
@@ -144,6 +152,14 @@ def with_gradients(layer, checked=True):
 def dense_with_gradients(router):
     """Return the same for the dense reference, compiled once per process."""
     return with_gradients(lambda x, mask, kernel, experts: (dense_moe(x, kernel, experts, router, mask), None))
+
+
+def assert_equals_dense(layer, args, relative, router=TopK(2)):
+    """Compare outputs and gradients of a layer with the dense reference; return the statistics of the layer."""
+    (y, stats), gradients = layer(*args)
+    (want, _), want_gradients = dense_with_gradients(router)(*args)
+    assert_close((y, gradients), (want, want_gradients), relative)
+    return stats
 
 
 def assert_close(actual, expected, relative):

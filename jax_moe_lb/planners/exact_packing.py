@@ -181,7 +181,6 @@ def _at(chosen: Bool[Array, "M C"], values: Int[Array, "M C"]) -> Int[Array, "1 
 
 
 def _first_highest(values: Array) -> Int[Array, "..."]:
-    """Return the lowest index of the maximum along the first dimension."""
     # Mosaic has no argmax of several dimensions.
     index = _indices(values, 0)
     return jnp.where(values == values.max(0, keepdims=True), index, len(values)).min(0)
@@ -194,7 +193,7 @@ def _is_first_highest(values: Array) -> Bool[Array, "..."]:
 
 
 def quotient(numbers: Int[Array, "..."], divisor: int) -> Int[Array, "..."]:
-    # One operation; the quotient of signed numbers takes ten.
+    """Return the quotients of unsigned numbers, one operation; those of signed numbers take ten."""
     return (numbers.astype(jnp.uint32) // np.uint32(divisor)).astype(jnp.int32)
 
 

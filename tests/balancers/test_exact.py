@@ -6,6 +6,7 @@ from jax_moe_lb import Chain, Plan, Topology
 from jax_moe_lb.balancers import Exact, Greedy, UltraEP
 from jax_moe_lb.core import imbalance, load, plain_plan, traffic
 from tests.balancers.plans import plan_for as planned
+from tests.layer_cases import BY_NAME
 
 
 def plan_for(counts, domain=None, slots=None, balancer=None, **options):
@@ -22,9 +23,8 @@ def test_the_worked_example_of_its_page():
 
 @pytest.mark.parametrize("name", ["zipf", "lognormal", "hot_rank", "one_hot"])
 def test_with_two_slots_on_many_ranks_it_reaches_the_mean(name):
-    workload = next(workload for workload in WORKLOADS if workload.name == name)
     for seed in range(3):
-        counts = workload.counts(seed, 32, 512, 64, 4)
+        counts = BY_NAME[name].counts(seed, 32, 512, 64, 4)
         assert load(plan_for(counts, slots=4, eps=0.0)).max() == counts.sum() // 32
 
 

@@ -2,11 +2,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Plan, Topology
 from jax_moe_lb.balancers import Greedy
 from jax_moe_lb.core import imbalance, load, plain_plan, traffic
 from tests.balancers.plans import plan_for as planned
+from tests.layer_cases import BY_NAME
 
 
 def plan_for(counts, domain=None, slots=None, **options):
@@ -40,9 +40,8 @@ def test_small_moves_are_not_worth_a_replica():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["zipf", "lognormal", "hot_rank"])
 def test_it_comes_near_the_mean_with_two_slots(name):
-    workload = next(workload for workload in WORKLOADS if workload.name == name)
     for seed in range(3):
-        counts = workload.counts(seed, 32, 512, 64, 4)
+        counts = BY_NAME[name].counts(seed, 32, 512, 64, 4)
         before = imbalance(load(plain_plan(counts, Topology.flat(32))))
         after = float(imbalance(load(plan_for(counts, slots=4))))
         assert after <= 1.05 < before

@@ -3,18 +3,17 @@
 import numpy as np
 import pytest
 
-from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb.contrib import MoonEP
 from jax_moe_lb.contrib.moonep import receive_quotas
 from jax_moe_lb.core import load
 from tests.balancers.plans import plan_for
+from tests.layer_cases import BY_NAME
 
 
 @pytest.mark.parametrize("name", ["zipf", "lognormal", "hot_rank", "one_hot"])
 def test_every_rank_serves_its_own_number_of_copies(name):
-    workload = next(workload for workload in WORKLOADS if workload.name == name)
     for seed in range(3):
-        counts = workload.counts(seed, 8, 512, 32, 4)
+        counts = BY_NAME[name].counts(seed, 8, 512, 32, 4)
         # As many slots as home experts are enough, by the authors' proof.
         assert (load(plan_for(MoonEP(), counts, 8)) == counts.sum(1)).all()
 

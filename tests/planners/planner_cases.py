@@ -91,34 +91,38 @@ def draw_rows(rng, num_ranks, num_rails):
     return draw_tokens(rng, (num_ranks, num_ranks), rng.choice([5, 200, 10**6])), ticks.astype(np.int32)
 
 
-def planner(op, reference, draw, **options) -> Planner:
+FORMS = {
+    "eplb_plus": (eplb_plus, eplb_plus_reference),
+    "exact": (exact, None),
+    "fastermoe": (fastermoe, fastermoe_reference),
+    "feplb": (feplb, feplb_reference),
+    "greedy": (greedy, greedy_reference),
+    "relay": (relay, relay_reference),
+    "spray": (spray, spray_reference),
+    "ultraep": (ultraep, ultraep_reference),
+}
+"""Forms of each planner in JAX: with the custom call if it was built, and in jnp."""
+
+
+def planner(name, draw, **options) -> Planner:
     """Return a planner whose implementations take the same options."""
-    module = getattr(_planning, op.__name__)
-    return Planner(*(of and partial(of, **options) for of in (op, reference, module)), draw)
+    forms = *FORMS[name], getattr(_planning, name)
+    return Planner(*(of and partial(of, **options) for of in forms), draw)
 
 
 FEPLB = {"num_dynamic": 2, "max_num_dyn": 2, "tau": 5, "skip": False}
 RELAY = {"num_home": 1, "min_replicas": 3, "max_relays": 3, "min_gain": 1}
 PLANNERS = {
     "eplb_plus": planner(
-        eplb_plus,
-        eplb_plus_reference,
-        lambda rng: (draw_tokens(rng, 12), draw_placement(rng, 6, 2, 4, 3, 0.7)),
-        domain=3,
+        "eplb_plus", lambda rng: (draw_tokens(rng, 12), draw_placement(rng, 6, 2, 4, 3, 0.7)), domain=3
     ),
-    "greedy": planner(greedy, greedy_reference, lambda rng: draw_plan(rng, 6, 2, 4, 3), domain=3, min_tokens=2),
-    "ultraep": planner(
-        ultraep, ultraep_reference, lambda rng: draw_plan(rng, 6, 2, 4, 3, 0.7), domain=3, eps=0.01, min_tokens=20
-    ),
-    "relay": planner(relay, relay_reference, lambda rng: (draw_popular(rng, 12, 4),), **RELAY),
-    "exact": planner(
-        exact, None, lambda rng: (draw_tokens(rng, (6, 12)),), num_slots=4, domain=3, eps=0.05, max_fan_out=3
-    ),
-    "feplb": planner(feplb, feplb_reference, lambda rng: draw_plan(rng, 6, 3, 5, 3, 0.7), domain=3, **FEPLB),
-    "spray": planner(spray, spray_reference, lambda rng: draw_rows(rng, 12, 4), ranks_per_node=4, chunks=5),
-    "fastermoe": planner(
-        fastermoe, fastermoe_reference, lambda rng: draw_counts(rng, 6, 2, 4, 3, 0.8), domain=3, min_saved=3
-    ),
+    "greedy": planner("greedy", lambda rng: draw_plan(rng, 6, 2, 4, 3), domain=3, min_tokens=2),
+    "ultraep": planner("ultraep", lambda rng: draw_plan(rng, 6, 2, 4, 3, 0.7), domain=3, eps=0.01, min_tokens=20),
+    "relay": planner("relay", lambda rng: (draw_popular(rng, 12, 4),), **RELAY),
+    "exact": planner("exact", lambda rng: (draw_tokens(rng, (6, 12)),), num_slots=4, domain=3, eps=0.05, max_fan_out=3),
+    "feplb": planner("feplb", lambda rng: draw_plan(rng, 6, 3, 5, 3, 0.7), domain=3, **FEPLB),
+    "spray": planner("spray", lambda rng: draw_rows(rng, 12, 4), ranks_per_node=4, chunks=5),
+    "fastermoe": planner("fastermoe", lambda rng: draw_counts(rng, 6, 2, 4, 3, 0.8), domain=3, min_saved=3),
 }
 
 

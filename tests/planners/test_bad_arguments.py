@@ -7,28 +7,21 @@ import numpy as np
 import pytest
 
 from jax_moe_lb import _planning
-from jax_moe_lb.planners.eplb import eplb_plus
-from jax_moe_lb.planners.fastermoe import fastermoe
-from jax_moe_lb.planners.feplb import feplb, feplb_reference
-from jax_moe_lb.planners.greedy import greedy, greedy_reference
-from jax_moe_lb.planners.relay import relay
-from jax_moe_lb.planners.ultraep import ultraep, ultraep_reference
-from tests.planners.planner_cases import STOPPED, assert_same
+from tests.planners.planner_cases import FORMS, STOPPED, assert_same
 
 PLACEMENT, ONES = np.array([[0, -1], [1, -1]], np.int32), np.ones((2, 2), np.int32)
-TOKENS = np.ones(2, np.int32)
+TOKENS, SIX = np.ones(2, np.int32), np.ones((6, 2), np.int32)
 TOO_MANY = np.array([[2**31 - 1, 0], [0, 1]], np.int32)
 """One token more than planners take."""
 
 EDITS = {
-    "greedy": (greedy, greedy_reference, {"domain": 2, "min_tokens": 1}),
-    "ultraep": (ultraep, ultraep_reference, {"domain": 2, "eps": 0.01, "min_tokens": 1}),
-    "feplb": (feplb, feplb_reference, {"domain": 2, "num_dynamic": 4, "max_num_dyn": 8, "tau": 1, "skip": False}),
+    "greedy": {"domain": 2, "min_tokens": 1},
+    "ultraep": {"domain": 2, "eps": 0.01, "min_tokens": 1},
+    "feplb": {"domain": 2, "num_dynamic": 4, "max_num_dyn": 8, "tau": 1, "skip": False},
 }
-"""Planners of a placement and a quota, their references, and options."""
+"""Options of planners of a placement and a quota."""
 
-OPS = {name: (op, options) for name, (op, _, options) in EDITS.items()}
-OPS |= {"eplb_plus": (eplb_plus, {"domain": 2}), "fastermoe": (fastermoe, {"domain": 2, "min_saved": 1})}
+OPTIONS = EDITS | {"eplb_plus": {"domain": 2}, "fastermoe": {"domain": 2, "min_saved": 1}}
 OPERANDS = dict.fromkeys(EDITS, (PLACEMENT, ONES))
 OPERANDS |= {"eplb_plus": (TOKENS, PLACEMENT), "fastermoe": (PLACEMENT, ONES, ONES)}
 
@@ -36,7 +29,7 @@ OPERANDS |= {"eplb_plus": (TOKENS, PLACEMENT), "fastermoe": (PLACEMENT, ONES, ON
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        *((name, {"domain": 3}, "domain is 3; expected a divisor of the 2 ranks") for name in OPS),
+        *((name, {"domain": 3}, "domain is 3; expected a divisor of the 2 ranks") for name in OPTIONS),
         *((name, {"min_tokens": 0}, "min_tokens is 0; expected at least 1") for name in ("greedy", "ultraep")),
         ("ultraep", {"eps": -0.1}, "eps is -0.1; expected 0 to 1"),
         ("ultraep", {"eps": float("nan")}, "eps is nan; expected 0 to 1"),
@@ -49,9 +42,8 @@ OPERANDS |= {"eplb_plus": (TOKENS, PLACEMENT), "fastermoe": (PLACEMENT, ONES, ON
     ],
 )
 def test_bad_options_are_refused(name, options, message):
-    op, usual = OPS[name]
     with pytest.raises(ValueError, match=message):
-        op(*OPERANDS[name], **usual | options)
+        FORMS[name][0](*OPERANDS[name], **OPTIONS[name] | options)
 
 
 @pytest.mark.parametrize(
@@ -59,22 +51,14 @@ def test_bad_options_are_refused(name, options, message):
     [
         *((name, (PLACEMENT, np.ones((3, 2), np.int32)), "quota has 3 experts; expected a positive") for name in EDITS),
         ("greedy", (PLACEMENT[:, :0], ONES), r"placement has shape \(2, 0\); expected \[2, S\] with S at least 1"),
-        *(
-            (
-                name,
-                (PLACEMENT, np.ones((6, 2), np.int32)),
-                r"placement has shape \(2, 2\); expected \[2, S\] with S >= 3",
-            )
-            for name in ("ultraep", "feplb")
-        ),
+        *((name, (PLACEMENT, SIX), "expected .2, S. with S >= 3") for name in ("ultraep", "feplb")),
         ("eplb_plus", (np.ones(3, np.int32), PLACEMENT), "tokens has 3 experts; expected a positive multiple of the 2"),
         ("eplb_plus", (TOKENS, PLACEMENT[:, :0]), r"placement has shape \(2, 0\); expected \[R, S\], both at least 1"),
     ],
 )
 def test_bad_shapes_are_refused(name, operands, message):
-    op, options = OPS[name]
     with pytest.raises(ValueError, match=message):
-        op(*operands, **options)
+        FORMS[name][0](*operands, **OPTIONS[name])
 
 
 @pytest.mark.parametrize(
@@ -100,12 +84,11 @@ def test_bad_shapes_are_refused(name, operands, message):
     ],
 )
 def test_bad_entries_stop_the_program(name, operands, message):
-    op, options = OPS[name]
     operands = [np.asarray(operand, np.int32) for operand in operands]
     with pytest.raises(STOPPED, match=message):
-        jax.block_until_ready(jax.jit(partial(op, **options))(*operands))
+        jax.block_until_ready(jax.jit(partial(FORMS[name][0], **OPTIONS[name]))(*operands))
     with pytest.raises(ValueError, match=message):
-        getattr(_planning, name)(*operands, **options)
+        getattr(_planning, name)(*operands, **OPTIONS[name])
 
 
 @pytest.mark.parametrize(
@@ -121,20 +104,19 @@ def test_bad_entries_stop_the_program(name, operands, message):
 def test_thresholds_beyond_int32_give_the_plan_of_the_host(name, option):
     homes = np.array([[0, 1, -1], [2, 3, -1], [4, 5, -1]], np.int32)
     if name == "relay":
-        op, options = relay, {"num_home": 2, "min_replicas": 2, "max_relays": 1, "min_gain": 1}
+        options = {"num_home": 2, "min_replicas": 2, "max_relays": 1, "min_gain": 1}
         operands = [np.where(homes < 0, [[2], [0], [0]], homes).astype(np.int32)]
     else:
-        op, options = OPS[name]
         operands = [homes, np.diag([9, 1, 1]).repeat(2, 0).astype(np.int32)]
-        options = options | {"domain": 3}
-    options = options | {option: 2**40}
-    assert_same(jax.jit(partial(op, **options))(*operands), op(*operands, **options))
+        options = OPTIONS[name] | {"domain": 3}
+    planner = partial(FORMS[name][0], **options | {option: 2**40})
+    assert_same(jax.jit(planner)(*operands), planner(*operands))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EDITS)
 def test_numpy_arrays_are_planned_without_a_jax_program(name):
-    op, reference, options = EDITS[name]
+    (op, reference), options = FORMS[name], EDITS[name]
     placement, quota = np.array([[0, 1, -1], [2, 3, -1]]), np.array([[80, 0], [40, 0], [0, 10], [0, 10]])
     planned = op(placement, quota, **options)
     assert all(isinstance(array, np.ndarray) for array in planned)

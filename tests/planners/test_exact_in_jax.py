@@ -1,5 +1,6 @@
 """The jnp search replacing the C++ planner of `exact`."""
 
+import itertools
 from dataclasses import replace
 from functools import partial
 
@@ -17,6 +18,8 @@ from jax_moe_lb.planners.exact import UNBOUNDED, exact
 from jax_moe_lb.planners.exact_on_tpu import fill_in_kernel, why_no_kernel
 from jax_moe_lb.planners.exact_packing import _may, _Places, fill
 from jax_moe_lb.planners.exact_search import WIDTH, exact_in_jax, order_near, usual_order
+from tests.layer_cases import BY_NAME
+from tests.marks import parametrize
 from tests.planners.planner_cases import STOPPED, assert_same
 
 RUN = jax.jit(exact_in_jax, static_argnums=(1, 2, 3, 4, 5))
@@ -44,16 +47,11 @@ def replicas(placement, num_experts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("shape", "options"),
-    [
-        # The quick shapes; all options with several domains.
-        pytest.param(
-            shape, options, marks=() if (number == 0 and shape[0] != 3) or shape == SHAPES[0] else pytest.mark.thorough
-        )
-        for shape in SHAPES
-        for number, options in enumerate(OPTIONS)
-    ],
+@parametrize(
+    "shape, options",
+    # The quick shapes; all options with several domains.
+    [*((shape, OPTIONS[0]) for shape in SHAPES if shape[0] != 3), *((SHAPES[0], one) for one in OPTIONS[1:])],
+    itertools.product(SHAPES, OPTIONS),
     ids=str,
 )
 def test_every_plan_is_legal_and_within_its_limit(shape, options):
@@ -76,22 +74,13 @@ def test_every_plan_is_legal_and_within_its_limit(shape, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param((8, 256, 1), marks=pytest.mark.thorough),
-        (8, 256, 2),
-        pytest.param((16, 256, 1), marks=pytest.mark.thorough),
-    ],
-    ids=str,
-)
+@parametrize("shape", [(8, 256, 2)], [(8, 256, 1), (16, 256, 1)], ids=str)
 def test_the_maximum_is_that_of_the_cpp_planner(shape):
     """Within 0.1 % of the mean on average, for scarce slots with which the mean is out of reach."""
     num_ranks, num_experts, spare = shape
     slots, above = num_experts // num_ranks + spare, []
     for seed, name in enumerate(("zipf", "lognormal", "zipf", "lognormal")):
-        workload = next(workload for workload in WORKLOADS if workload.name == name)
-        counts = workload.counts(seed, num_ranks, 512, num_experts, 8)
+        counts = BY_NAME[name].counts(seed, num_ranks, 512, num_experts, 8)
         theirs = _planning.exact(counts, slots, num_ranks, 0.0, UNBOUNDED, False)[1].sum(0).max()
         ours = int(RUN(counts, slots, num_ranks, 0.0, UNBOUNDED, False)[1].sum(0).max())
         above.append((ours - theirs) / (counts.sum() / num_ranks))

@@ -1,5 +1,7 @@
 """All implementations of every planner agree, under all transformations and on all meshes."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,43 +15,17 @@ from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.planners.base import illegal_if_failed
 from jax_moe_lb.planners.greedy import greedy
 from tests.layer_cases import make_mesh
+from tests.marks import parametrize
 from tests.planners.planner_cases import PLANNERS, as_tuple, assert_same
 
 EACH_PLANNER = pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS)
-ON_MESHES = pytest.mark.parametrize(
-    "axis_type", [pytest.param(AxisType.Auto, marks=pytest.mark.thorough), AxisType.Explicit]
-)
-EACH_IN_JAX = pytest.mark.parametrize(
-    ("planner", "plan"),
-    [
-        pytest.param(
-            planner, plan, id=f"{name}-{implementation}", marks=() if implementation == "op" else pytest.mark.thorough
-        )
-        for name, planner in PLANNERS.items()
-        for implementation, plan in (("op", planner.op), ("reference", planner.reference))
-        if plan is not None
-    ],
-)
-
-
-def each_in_jax_on_meshes(**axis_types):
-    """Parametrize with implementations and axis types; those not given here for an implementation are thorough."""
-    return pytest.mark.parametrize(
-        ("planner", "plan", "axis_type"),
-        [
-            pytest.param(
-                planner,
-                plan,
-                axis_type,
-                id=f"{name}-{implementation}-{axis_type.name}",
-                marks=() if axis_type in axis_types.get(implementation, ()) else pytest.mark.thorough,
-            )
-            for name, planner in PLANNERS.items()
-            for implementation, plan in (("op", planner.op), ("reference", planner.reference))
-            if plan is not None
-            for axis_type in (AxisType.Auto, AxisType.Explicit)
-        ],
-    )
+IN_JAX = {
+    f"{name}-{form}": (planner, plan)
+    for name, planner in PLANNERS.items()
+    for form, plan in (("op", planner.op), ("reference", planner.reference))
+    if plan is not None
+}
+"""Planners with their forms in JAX."""
 
 
 def stacked(planner, number, seed=0):
@@ -78,20 +54,23 @@ def test_three_implementations_agree(planner):
 
 
 @pytest.mark.slow
-@EACH_IN_JAX
-def test_vmap_scan_and_remat_plan_each_for_itself(planner, plan):
-    cases, want = stacked(planner, 3)
-    assert_same(jax.jit(jax.vmap(plan))(*cases), want)
+@parametrize("name", [name for name in IN_JAX if name.endswith("op")], IN_JAX)
+def test_scan_vmap_and_remat_plan_each_for_itself(name):
+    planner, plan = IN_JAX[name]
+    cases, want = stacked(planner, 4)
 
-    def step(carry, case):
-        return carry, jax.checkpoint(plan)(*case)
+    def step(carry, pair):
+        return carry, as_tuple(jax.vmap(jax.checkpoint(plan))(*pair))
 
-    assert_same(jax.jit(lambda *cases: jax.lax.scan(step, 0, cases)[1])(*cases), want)
+    pairs = tuple(case.reshape(2, 2, *case.shape[1:]) for case in cases)
+    got = jax.jit(lambda *pairs: jax.lax.scan(step, 0, pairs)[1])(*pairs)
+    assert_same(tuple(array.reshape(4, *array.shape[2:]) for array in got), want)
 
 
 @pytest.mark.slow
-@EACH_PLANNER
-def test_vmap_over_one_operand_keeps_the_others(planner):
+@parametrize("name", ["fastermoe"], PLANNERS)
+def test_vmap_over_one_operand_keeps_the_others(name):
+    planner = PLANNERS[name]
     cases, _ = stacked(planner, 3)
     rest = tuple(case[0] for case in cases[1:])
     got = jax.vmap(planner.op, in_axes=(0, *[None] * len(rest)))(cases[0], *rest)
@@ -100,59 +79,42 @@ def test_vmap_over_one_operand_keeps_the_others(planner):
 
 
 @pytest.mark.slow
-@each_in_jax_on_meshes(op=[AxisType.Explicit])
-def test_shard_map_with_a_case_for_each_shard(planner, plan, axis_type):
-    mesh, cases, want = make_mesh((8,), ("x",), axis_type), *stacked(planner, 8)
+@parametrize(
+    "name, varying, kind",
+    [
+        *((name, "last", AxisType.Explicit) for name in IN_JAX if name.endswith("op")),
+        *(("greedy-op", varying, AxisType.Explicit) for varying in ("all", "none")),
+    ],
+    itertools.product(IN_JAX, ("all", "last", "none"), (AxisType.Auto, AxisType.Explicit)),
+)
+def test_operands_that_differ_between_shards(name, varying, kind):
+    """Results vary over the axes of any operand; if none varies, their out-spec may be replicated."""
+    planner, plan = IN_JAX[name]
+    mesh, (cases, _) = make_mesh((8,), ("x",), kind), stacked(planner, 8)
+    first = {"all": 0, "last": len(cases) - 1, "none": len(cases)}[varying]
+    operands = *(case[0] for case in cases[:first]), *cases[first:]
+    by_shard, whole = PartitionSpec("x"), PartitionSpec()
+    specs, out = (whole,) * first + (by_shard,) * (len(cases) - first), whole if varying == "none" else by_shard
 
-    def one_shard(*case):
-        return tuple(result[None] for result in as_tuple(plan(*(array[0] for array in case))))
-
-    with jax.set_mesh(mesh):
-        cases = tuple(jax.device_put(case, jax.NamedSharding(mesh, PartitionSpec("x"))) for case in cases)
-        got = jax.jit(jax.shard_map(one_shard, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x")))(*cases)
-    assert_same(got, want)
-
-
-@pytest.mark.slow
-@each_in_jax_on_meshes(op=[AxisType.Explicit])
-def test_a_result_varies_over_the_axes_of_any_operand(planner, plan, axis_type):
-    """The last operand differs between shards; the others are equal."""
-    mesh = make_mesh((8,), ("x",), axis_type)
-    cases, _ = stacked(planner, 8)
-    rest, last = tuple(case[0] for case in cases[:-1]), cases[-1]
-    specs = (*[PartitionSpec()] * len(rest), PartitionSpec("x"))
-
-    def one_shard(*case):
-        results = as_tuple(plan(*case[:-1], case[-1][0]))
-        varying = jax.typeof(case[-1]).manual_axis_type
-        assert all(jax.typeof(result).manual_axis_type == varying for result in results)
-        return tuple(result[None] for result in results)
+    def one_shard(*operands):
+        results = as_tuple(plan(*operands[:first], *(operand[0] for operand in operands[first:])))
+        axes = jax.typeof(operands[-1]).manual_axis_type
+        assert all(jax.typeof(result).manual_axis_type == axes for result in results)
+        return results if varying == "none" else tuple(result[None] for result in results)
 
     with jax.set_mesh(mesh):
-        args = [jax.device_put(a, jax.NamedSharding(mesh, s)) for a, s in zip((*rest, last), specs, strict=True)]
-        got = jax.jit(jax.shard_map(one_shard, in_specs=specs, out_specs=PartitionSpec("x")))(*args)
-    for i, case in enumerate(last):
-        assert_same(tuple(np.asarray(result)[i] for result in got), planner.module(*rest, case))
+        placed = [jax.device_put(a, jax.NamedSharding(mesh, s)) for a, s in zip(operands, specs, strict=True)]
+        got = jax.jit(jax.shard_map(one_shard, in_specs=specs, out_specs=out))(*placed)
+    for shard in range(8):
+        want = planner.module(*operands[:first], *(operand[shard] for operand in operands[first:]))
+        assert_same(tuple(result if varying == "none" else np.asarray(result)[shard] for result in got), want)
 
 
 @pytest.mark.slow
 @EACH_PLANNER
-@ON_MESHES
-def test_a_result_of_equal_operands_is_the_same_on_all_shards(planner, axis_type):
-    """Its out-spec may be replicated, which is an error for varying values."""
-    mesh, case = make_mesh((8,), ("x",), axis_type), planner.draw(np.random.default_rng(2))
-    none = PartitionSpec()
-    with jax.set_mesh(mesh):
-        placed = tuple(jax.device_put(array, jax.NamedSharding(mesh, none)) for array in case)
-        got = jax.jit(jax.shard_map(planner.op, in_specs=none, out_specs=none))(*placed)
-    assert_same(got, planner.module(*case))
-
-
-@pytest.mark.slow
-@EACH_PLANNER
-@ON_MESHES
-def test_outside_shard_map_on_a_mesh(planner, axis_type):
-    mesh, case = make_mesh((8,), ("x",), axis_type), planner.draw(np.random.default_rng(3))
+@parametrize("kind", [AxisType.Explicit], [AxisType.Auto])
+def test_outside_shard_map_on_a_mesh(planner, kind):
+    mesh, case = make_mesh((8,), ("x",), kind), planner.draw(np.random.default_rng(3))
     with jax.set_mesh(mesh):
         placed = tuple(jax.device_put(array, jax.NamedSharding(mesh, PartitionSpec())) for array in case)
         assert_same(jax.jit(planner.op)(*placed), planner.module(*case))

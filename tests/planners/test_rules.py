@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 
 import jax
 import numpy as np
@@ -11,13 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_moe_lb import _planning
-from jax_moe_lb.planners.eplb import eplb_plus, eplb_plus_reference, round_robin
-from jax_moe_lb.planners.fastermoe import fastermoe, fastermoe_reference
-from jax_moe_lb.planners.feplb import feplb, feplb_reference
-from jax_moe_lb.planners.greedy import greedy, greedy_reference
-from jax_moe_lb.planners.ultraep import ultraep, ultraep_reference
+from jax_moe_lb.planners.eplb import round_robin
 from tests import released_ultraep
-from tests.planners.planner_cases import assert_same, draw_counts, draw_placement, draw_plan, draw_tokens
+from tests.marks import parametrize
+from tests.planners.planner_cases import FORMS, assert_same, draw_counts, draw_placement, draw_plan, draw_tokens
 
 # ---- rules ----------------------------------------------------------------------------
 
@@ -148,10 +146,8 @@ def draw_any(rng, shape, most):
 
 @dataclass(frozen=True)
 class Planner:
-    """A planner with options to test, and its rule."""
+    """Options of a planner to test, and its rule."""
 
-    op: Callable
-    reference: Callable
     options: tuple[tuple, ...]  # values of the options after the ranks per domain
     scales: tuple[int, ...]  # numbers of tokens
     draw: Callable  # function `(rng, shape, empty, scale)` sampling legal operands
@@ -172,8 +168,6 @@ def any_placement(rng, shape, most):
 
 PLANNERS = {
     "eplb_plus": Planner(
-        eplb_plus,
-        eplb_plus_reference,
         ((),),
         (2, 30, 5000),
         lambda rng, shape, empty, scale: (
@@ -184,8 +178,6 @@ PLANNERS = {
         any_tokens,
     ),
     "fastermoe": Planner(
-        fastermoe,
-        fastermoe_reference,
         ((1,), (40,)),
         (200,),
         lambda rng, shape, empty, _: draw_counts(rng, *shape, empty),
@@ -193,8 +185,6 @@ PLANNERS = {
         None,
     ),
     "feplb": Planner(
-        feplb,
-        feplb_reference,
         # dynamic experts, experts taken by a rank, threshold, skip
         ((4, 8, 1, False), (4, 8, 1, True), (2, 1, 20, True)),
         (5, 200, 10**6),
@@ -203,16 +193,12 @@ PLANNERS = {
         covers_any=True,
     ),
     "greedy": Planner(
-        greedy,
-        greedy_reference,
         ((1,), (5,)),
         (200, 10_000),
         lambda rng, shape, *args: draw_plan(rng, *shape, *args),
         draw_any=any_placement,
     ),
     "ultraep": Planner(
-        ultraep,
-        ultraep_reference,
         # eps, least tokens of a replica
         ((0.01, 1024), (0.0, 7)),
         (3, 50, 5000, 100_000, 2**25),
@@ -223,7 +209,7 @@ PLANNERS = {
 }
 TWO_DOMAINS = (6, 3, 5, 3)
 # ranks, home experts, slots, ranks per domain
-SHAPES = [TWO_DOMAINS, (1, 1, 2, 1), (2, 1, 1, 2), (8, 1, 3, 8)]
+SHAPES = [(1, 1, 2, 1), (2, 1, 1, 2), (8, 1, 3, 8)]
 MORE_SHAPES = [(1, 1, 1, 1), (4, 4, 6, 4), (8, 2, 4, 4), (4, 2, 3, 1)]
 
 
@@ -232,7 +218,7 @@ def compiled(name):
     """Return both implementations in JAX; the arguments after the operands are static."""
     planner, operands = PLANNERS[name], 3 if name == "fastermoe" else 2
     static = range(operands, operands + 1 + len(planner.options[0]))
-    return [jax.jit(one, static_argnums=tuple(static)) for one in (planner.op, planner.reference)]
+    return [jax.jit(one, static_argnums=tuple(static)) for one in FORMS[name]]
 
 
 def assert_all_agree(name, operands, domain, options, rule=None):
@@ -249,22 +235,14 @@ def assert_all_agree(name, operands, domain, options, rule=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "shape", "options"),
+@parametrize(
+    "name, shape, options",
+    # Each shape with the first options, and all options with two domains.
     [
-        # Each shape with the first options, and all options with two domains.
-        pytest.param(
-            name,
-            shape,
-            options,
-            marks=()
-            if shape == TWO_DOMAINS or (shape in SHAPES and options == planner.options[0])
-            else pytest.mark.thorough,
-        )
-        for name, planner in PLANNERS.items()
-        for shape in (*SHAPES, *MORE_SHAPES)
-        for options in planner.options
+        *((name, TWO_DOMAINS, options) for name, one in PLANNERS.items() for options in one.options),
+        *((name, shape, one.options[0]) for name, one in PLANNERS.items() for shape in SHAPES),
     ],
+    [case for name, one in PLANNERS.items() for case in product([name], SHAPES + MORE_SHAPES, one.options)],
     ids=str,
 )
 @settings(max_examples=50, deadline=None)
