@@ -1,4 +1,5 @@
-import jax
+from functools import partial
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,24 +9,12 @@ from jax_moe_lb import Chain, HostCallback, Plan, Topology
 from jax_moe_lb.balancers import EPLB, EPLBPlus
 from jax_moe_lb.balancers.eplb import History, mean, no_history, observe
 from jax_moe_lb.core import check_plan, load, plain_plan
+from tests.balancers.plans import replay as replay_plans
 
 TOPOLOGY, SLOTS = Topology.flat(8, 4), 4
 
 
-def replay(balancer, steps, topology=TOPOLOGY, slots=SLOTS):
-    """Return checked plans of consecutive counts, with one compilation."""
-
-    @jax.jit
-    def step(counts, state):
-        return balancer.rebalance(counts, plain_plan(counts, topology, slots), topology, state)
-
-    state, plans = jax.device_put(balancer.init(steps[0].shape)), []
-    for counts in steps:
-        plan, state = step(jnp.asarray(counts), state)
-        check_plan(plan, counts)
-        plans.append(jax.tree.map(np.asarray, plan))
-    assert step._cache_size() == 1
-    return plans
+replay = partial(replay_plans, domain=4, slots=SLOTS)
 
 
 def draw(seed, scale=300):
@@ -36,10 +25,10 @@ def replicas(placement):
     return [set(row[2:][row[2:] >= 0].tolist()) for row in placement]
 
 
-def exact_plan(tokens, topology=TOPOLOGY, slots=SLOTS):
-    counts = np.zeros((topology.num_ranks, len(tokens)), np.int32)
+def exact_plan(tokens):
+    counts = np.zeros((8, len(tokens)), np.int32)
     counts[0] = tokens
-    return EPLBPlus().rebalance(counts, plain_plan(counts, topology, slots), topology, ())[0]
+    return EPLBPlus().rebalance(counts, plain_plan(counts, TOPOLOGY, SLOTS), TOPOLOGY, ())[0]
 
 
 @pytest.mark.slow

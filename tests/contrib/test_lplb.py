@@ -1,7 +1,5 @@
 import itertools
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,22 +9,9 @@ from jax_moe_lb.balancers import EPLBPlus
 from jax_moe_lb.contrib import LPLB
 from jax_moe_lb.contrib.lplb import spread
 from jax_moe_lb.core import check_plan, imbalance, load, plain_plan, traffic
+from tests.balancers.plans import replay
+from tests.layer_cases import BY_NAME
 from tests.planners.planner_cases import draw_placement, draw_tokens
-
-
-def replay(balancer, steps, domain=None, slots=None):
-    topology = Topology.flat(steps[0].shape[0], domain)
-
-    @jax.jit
-    def step(counts, state):
-        return balancer.rebalance(counts, plain_plan(counts, topology, slots), topology, state)
-
-    state, plans = balancer.init(steps[0].shape), []
-    for counts in steps:
-        plan, state = step(jnp.asarray(counts), state)
-        check_plan(plan, counts)
-        plans.append(jax.tree.map(np.asarray, plan))
-    return plans
 
 
 def spread_over(tokens, placement, domain):
@@ -125,8 +110,7 @@ def test_replicas_of_another_balancer_are_used():
 def test_it_balances_a_mild_skew_and_not_one_hot_expert():
     topology = Topology.flat(8)
     for name, before, after in (("lognormal", 1.69, 1.0), ("one_hot", 2.58, 1.37)):
-        workload = next(workload for workload in WORKLOADS if workload.name == name)
-        counts = workload.counts(0, 8, 512, 32, 4)
+        counts = BY_NAME[name].counts(0, 8, 512, 32, 4)
         plan = replay(LPLB(every=1), [counts, counts], slots=6)[1]
         assert traffic(plan, counts).replicas == 16
         assert abs(imbalance(load(plain_plan(counts, topology))) - before) < 0.01

@@ -1,48 +1,18 @@
-"""Activations against their formulas in NumPy."""
+"""Activations in float32 against their formulas in float64."""
 
-import math
+import inspect
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_moe_lb.kernels import ClampedSwiGLU, geglu, gelu_exact, relu_squared, swiglu
+from tests.stress.dense_module import FORMULAS
 
-GATE, UP = np.random.default_rng(0).normal(size=(2, 50)) * 6
-
-
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
+GATE_AND_UP = 6 * np.random.default_rng(0).normal(size=(2, 50))
 
 
-def gelu_tanh(x):
-    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-
-def clamped(gate, up):
-    gate, up = np.minimum(gate, 7.0), np.clip(up, -7.0, 7.0)
-    return (up + 1) * gate * sigmoid(1.702 * gate)
-
-
-@pytest.mark.parametrize(
-    ("activation", "formula"),
-    [
-        (swiglu, lambda gate, up: gate * sigmoid(gate) * up),
-        (geglu, lambda gate, up: gelu_tanh(gate) * up),
-        (ClampedSwiGLU(), clamped),
-    ],
-)
-def test_with_a_gate(activation, formula):
-    got = activation(jnp.asarray(GATE, jnp.float32), jnp.asarray(UP, jnp.float32))
-    np.testing.assert_allclose(got, formula(GATE, UP), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("activation", "formula"),
-    [
-        (gelu_exact, lambda up: 0.5 * up * (1 + np.vectorize(math.erf)(up / math.sqrt(2)))),
-        (relu_squared, lambda up: np.maximum(up, 0) ** 2),
-    ],
-)
-def test_without_a_gate(activation, formula):
-    np.testing.assert_allclose(activation(jnp.asarray(UP, jnp.float32)), formula(UP), rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("activation", [activation for activation in FORMULAS if activation is not None])
+def test_an_activation_is_its_formula(activation, x64):
+    operands = GATE_AND_UP[: len(inspect.signature(activation).parameters)]
+    got = activation(*jnp.asarray(operands, jnp.float32))
+    np.testing.assert_allclose(got, FORMULAS[activation](*jnp.asarray(operands)), rtol=1e-5, atol=1e-5)
