@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Buffers, MoEParams, TopK, Topology, exact, feplb, moe, plain
 from jax_moe_lb.transport import Codec, CodecBase, GatherExpertDomain
 from tests.adapters import RANK, merged, with_adapters
@@ -21,6 +20,7 @@ from tests.layer_cases import (
     sharded_moe,
     with_gradients,
 )
+from tests.marks import parametrize
 
 CASE, NUM_RANKS = Case(num_experts=8), 4
 SYSTEMS = {"replicas in rounds": exact(1, Buffers(headroom=0.3)), "two phases": feplb(2)}
@@ -28,11 +28,8 @@ RELATIVE = {"float32": 1e-5, "bfloat16": 4e-2}
 
 
 def arguments(dtype):
-    workload = next(workload for workload in WORKLOADS if workload.name == "lognormal")
-    x, mask = CASE.tokens(workload, NUM_RANKS, dtype)
-    kernel, experts = CASE.params(dtype)
-    target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), "float32")
-    return x, mask, kernel, with_adapters(experts), target
+    *before, experts, target = CASE.arguments("lognormal", NUM_RANKS, dtype)
+    return *before, with_adapters(experts), target
 
 
 def layer_with_gradients(system):
@@ -54,10 +51,7 @@ def assert_frozen(of_experts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("replicas in rounds", "float32"), pytest.param("two phases", "bfloat16", marks=pytest.mark.thorough)],
-)
+@parametrize("name, dtype", [("replicas in rounds", "float32")], [("two phases", "bfloat16")])
 def test_adapters_equal_merged_matrices(name, dtype):
     args = arguments(dtype)
     (y, stats), (of_x, of_kernel, of_experts) = layer_with_gradients(SYSTEMS[name])(*args)
@@ -99,7 +93,7 @@ WEIGHT_GRADIENT = rf"f32\[\d+,({CASE.width},{CASE.mlp_dim}|{CASE.mlp_dim},{CASE.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["replicas in rounds", pytest.param("two phases", marks=pytest.mark.thorough)])
+@parametrize("name", ["replicas in rounds"], ["two phases"])
 def test_frozen_matrices_have_no_gradient_in_the_program(name):
     """Neither the products of the gradients of matrices nor their rows on the way home are in the program."""
     *before, experts, target = arguments("bfloat16")

@@ -8,33 +8,27 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Precision, Topology
 from jax_moe_lb.layer.systems import system_named
 from tests.layer_cases import Case, make_layer, make_mesh, sharded_moe, with_gradients
+from tests.marks import parametrize
 from tests.nn.moe_cases import WIDTH, dense_layer, make
 
 CASE = Case(num_tokens=64, features=16, mlp_dim=32)
-ZIPF = next(workload for workload in WORKLOADS if workload.name == "zipf")
 
 
 @functools.cache
 def results(system, dtype):
     """Return the imbalances; output and gradients of tokens and router kernel; and gradients of experts."""
     mesh = make_mesh((4,), ("expert",))
-    x, mask = CASE.tokens(ZIPF, 4, dtype)
-    kernel, experts = CASE.params(dtype)
-    target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), jnp.float32)
     run = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), system_named(system)))
-    (y, stats), (of_x, of_kernel, of_experts) = jax.device_get(run(x, mask, kernel, experts, target))
+    (y, stats), (of_x, of_kernel, of_experts) = jax.device_get(run(*CASE.arguments("zipf", 4, dtype)))
     return (stats.imbalance_before, stats.imbalance_after), (y, of_x, of_kernel), jax.tree.leaves(of_experts)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize(
-    "system", ["exact", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("greedy", "ultraep", "feplb"))]
-)
+@parametrize("dtype", [jnp.float32], [jnp.bfloat16])
+@parametrize("system", ["exact"], ["greedy", "ultraep", "feplb"])
 def test_a_plan_changes_no_bit_but_of_gradients_of_experts(system, dtype):
     """These are sums over the ranks of an expert, whose order depends on the plan: rounding of the sum."""
     (before, after), exact, of_experts = results(system, dtype)
@@ -48,9 +42,7 @@ def test_a_plan_changes_no_bit_but_of_gradients_of_experts(system, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "share"), [(jnp.float32, 0.2), pytest.param(jnp.bfloat16, 1e-3, marks=pytest.mark.thorough)]
-)
+@parametrize("dtype, share", [(jnp.float32, 0.2)], [(jnp.bfloat16, 1e-3)])
 def test_the_number_of_ranks_changes_outputs_by_rounding(dtype, share):
     """Products of one rank and of several have operands of other sizes, and with it another order of their sums."""
 

@@ -9,7 +9,6 @@ import pytest
 from flax import nnx
 from flax.errors import TraceContextError
 
-from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Buffers, TopK, Topology, exact, feplb, plain
 from jax_moe_lb.balancers import LayerCost
 from jax_moe_lb.core import plain_plan
@@ -28,13 +27,12 @@ from tests.layer_cases import (
 )
 from tests.oracle import dense_moe
 
-BY_NAME = {workload.name: workload for workload in WORKLOADS}
 CASE = Case()
 
 
 def microbatches(names, num_shards):
     """Return tokens of several microbatches, and as many targets."""
-    x = jnp.stack([CASE.tokens(BY_NAME[name], num_shards, "float32")[0] for name in names])
+    x = jnp.stack([CASE.tokens(name, num_shards, "float32")[0] for name in names])
     return x, jnp.asarray(np.random.default_rng(3).normal(size=x.shape), "float32")
 
 
@@ -46,18 +44,7 @@ AS_EXACT = {"eplb", "eplb_plus", "fastermoe", "greedy", "two_tier"}
 """Systems with the transport of `exact` and another planner; `test_planners.py` maps the planners."""
 
 
-EVERYDAY = {"feplb"}
-"""Systems tested by default: weights and rows move in separate waves."""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.thorough)
-        for name in system_names()
-        if name not in AS_EXACT
-    ],
-)
+@pytest.mark.parametrize("name", [name for name in system_names() if name not in AS_EXACT])
 @pytest.mark.thorough
 def test_every_system_serves_one_microbatch_after_the_other(name):
     """Each microbatch has its own plan and number of rounds; outputs and gradients equal the dense layer."""
