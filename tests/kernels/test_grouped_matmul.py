@@ -1,3 +1,5 @@
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from jax_moe_lb.kernels.blocks import block_rows
 from jax_moe_lb.kernels.operands import RowGroups, _clear_rest, _clear_tile
 from tests.kernels.backend_cases import matmul_of, outer_of
 from tests.layer_cases import make_mesh
+from tests.marks import parametrize
 
 SHAPES = {  # rows, their width, width of the result, sizes
     "uneven": (420, 33, 50, [5, 0, 17, 64, 1, 0, 300, 16]),
@@ -37,6 +40,7 @@ FORMS = {
     "blocks": (matmul_of("blocks of rows"), outer_of("blocks of rows")),
     "ragged": (matmul_of("lax.ragged_dot"), cleared(outer_of("lax.ragged_dot"), _clear_rest)),
 }
+OTHERS = ("blocks", "ragged")
 RELATIVE = {"float32": 1e-5, "float64": 1e-13, "bfloat16": 1e-2}
 
 
@@ -80,26 +84,15 @@ def without_others(operands):
     return operands[0], operands[2], operands[3]
 
 
-NARROW_BY_DEFAULT = ("uneven", "rows of no group", "no groups")
-"""Shapes with bfloat16 products compiled by default in forms other than the custom call."""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("form", "dtype", "shape"),
+@parametrize(
+    "form, dtype, shape",
     [
-        pytest.param(
-            form,
-            dtype,
-            shape,
-            marks=() if form == "op" or dtype == "float32" or shape in NARROW_BY_DEFAULT else pytest.mark.thorough,
-        )
-        for form, dtype in [
-            *(("op", dtype) for dtype in RELATIVE),
-            *((form, dtype) for form in ("blocks", "ragged") for dtype in ("float32", "bfloat16")),
-        ]
-        for shape in SHAPES
+        *itertools.product(["op"], RELATIVE, SHAPES),
+        *itertools.product(OTHERS, ["float32"], SHAPES),
+        *itertools.product(OTHERS, ["bfloat16"], ["uneven", "rows of no group", "no groups"]),
     ],
+    itertools.product(OTHERS, ["bfloat16"], SHAPES),
 )
 def test_products_equal_one_group_at_a_time(form, dtype, shape, x64):
     matmul, outer = FORMS[form]
@@ -213,7 +206,7 @@ def test_vmap_over_rows_alone_keeps_the_weights():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@parametrize("axis_type", [AxisType.Explicit], [AxisType.Auto])
 def test_eight_devices_at_once(axis_type):
     mesh = make_mesh((8,), ("expert",), axis_type)
     spec = PartitionSpec("expert")

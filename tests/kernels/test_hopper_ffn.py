@@ -16,6 +16,7 @@ from jax_moe_lb.kernels.backends import HOPPER, choose_backend, prefer_backend
 from jax_moe_lb.kernels.mosaic_ffn import can_activate
 from jax_moe_lb.kernels.operands import BackwardRows, RowGroups
 from tests.kernels.backend_cases import draw, split_experts
+from tests.marks import parametrize
 
 NUM_ROWS, HIDDEN = 136, 128
 PARTS = (slice(2), slice(2, 4))
@@ -69,18 +70,18 @@ def assert_near(got, want, bound=2**-5):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sizes", "saved", "options"),
+@parametrize(
+    "sizes, saved, options",
+    [("uneven", False, {})],
     [
-        ("uneven", False, {}),
-        pytest.param("uneven", True, {}, marks=pytest.mark.thorough),
-        pytest.param("uneven", True, {"fused": True, "activation": ClampedSwiGLU()}, marks=pytest.mark.thorough),
+        ("uneven", True, {}),
+        ("uneven", True, {"fused": True, "activation": ClampedSwiGLU()}),
         # The last tiles of columns overlap the previous ones.
-        pytest.param("uneven", False, {"inner": 192}, marks=pytest.mark.thorough),
-        pytest.param("uneven", False, {"gated": False}, marks=pytest.mark.thorough),
-        pytest.param("uneven", False, {"activation": geglu}, marks=pytest.mark.thorough),
-        pytest.param("one hot", False, {}, marks=pytest.mark.thorough),
-        pytest.param("no rows", False, {}, marks=pytest.mark.thorough),
+        ("uneven", False, {"inner": 192}),
+        ("uneven", False, {"gated": False}),
+        ("uneven", False, {"activation": geglu}),
+        ("one hot", False, {}),
+        ("no rows", False, {}),
     ],
 )
 def test_values_and_gradients(sizes, saved, options):

@@ -23,6 +23,7 @@ from tests.kernels.backend_cases import (
     outer_of,
     sums_by_group,
 )
+from tests.marks import parametrize
 
 KERNEL = "Hopper kernel"
 NUM_ROWS, WIDTHS = 264, (128, 128)
@@ -35,7 +36,6 @@ SIZES = {
     "ends beside tiles": (127, 1, 128, 0, 8),
 }
 DEVICE = SimpleNamespace(platform="gpu", compute_capability=HOPPER, core_count=2)
-others_thorough = [pytest.param(name, marks=() if name == "uneven" else pytest.mark.thorough) for name in SIZES]
 
 
 def interpreter(detect_races):
@@ -63,7 +63,7 @@ def run(function, *args):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("sizes", others_thorough)
+@parametrize("sizes", ["uneven"], SIZES)
 def test_products_of_parts(sizes, transposed):
     sizes = SIZES[sizes]
     rows, matrices = make_operands(sizes, num_rows=NUM_ROWS)
@@ -78,8 +78,8 @@ def test_products_of_parts(sizes, transposed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("sizes", others_thorough)
+@parametrize("dtype", [jnp.bfloat16], [jnp.float32])
+@parametrize("sizes", ["uneven"], SIZES)
 def test_sums_of_parts(sizes, dtype):
     sizes = SIZES[sizes]
     rows, _ = make_operands(sizes, num_rows=NUM_ROWS)
@@ -107,7 +107,7 @@ def test_sums_that_nobody_reads_are_not_written():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("widths", [(192, 320), pytest.param((320, 192), marks=pytest.mark.thorough)])
+@parametrize("widths", [(192, 320)], [(320, 192)])
 def test_widths_are_no_multiples_of_tiles(widths):
     """The last tiles of columns overlap the previous ones, and both store the same values, which are no race."""
     sizes = SIZES["few"]

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Buffers, System, TopK, Topology
 from jax_moe_lb.balancers import Greedy
 from jax_moe_lb.kernels import slot_places, tpu_rows
@@ -97,9 +96,8 @@ def test_a_layer_has_the_same_values_and_gradients_with_the_kernels(dispatch, mo
     mesh = make_mesh((2, 2), ("node", "gpu"))
     topology = Topology.from_mesh(mesh, mesh.axis_names)
     case = Case(num_tokens=12, features=2048 - 16, mlp_dim=8, per_tok=4)
-    x, mask = case.tokens(WORKLOADS[1], 4, jnp.bfloat16)
     system = System(Greedy(), dispatch=dispatch, replica_slots=2)
-    args = x, mask, *case.params(jnp.bfloat16), jax.random.normal(jax.random.key(0), x.shape)
+    args = case.arguments("zipf", 4, "bfloat16")
 
     def run():
         return with_gradients(sharded_moe(mesh, topology, system, TopK(4), check_vma=False))(*args)

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas
 from jax.sharding import PartitionSpec
 
 from jax_moe_lb.kernels import backends as grouped_kernels
@@ -16,83 +15,73 @@ from jax_moe_lb.kernels.operands import RowGroups
 from jax_moe_lb.kernels.triton_outer import OUTER as TILE_OF_OUTER
 from tests.kernels.backend_cases import outer_of, rejected, sums_by_group
 from tests.layer_cases import make_mesh
+from tests.marks import parametrize
 
 NUM_ROWS, INNER, OUTER = 320, 256, 128
 TRITON = "Triton kernel"
+pytestmark = pytest.mark.usefixtures("triton_interpreted")
 
 triton_outer = outer_of(TRITON, "cuda")
 
 
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    monkeypatch.setattr(pallas, "pallas_call", partial(pallas.pallas_call, interpret=True))
-    monkeypatch.setattr(grouped_kernels, "get_default_device", lambda: SimpleNamespace(platform="gpu"))
-
-
-def make_operands(dtype=jnp.bfloat16, columns=INNER):
+def make_operands(dtype=jnp.bfloat16, widths=(INNER, OUTER), num_rows=NUM_ROWS):
     rng = np.random.default_rng(0)
-    return tuple(jnp.asarray(rng.normal(size=(NUM_ROWS, n)), dtype) for n in (columns, OUTER))
+    return tuple(jnp.asarray(rng.normal(size=(num_rows, n)), dtype) for n in widths)
+
+
+def groups_of(sizes, *is_read):
+    return RowGroups(jnp.array(sizes, jnp.int32), *is_read)
+
+
+def assert_sums(sums, rows, others, sizes, before=0):
+    np.testing.assert_allclose(sums, sums_by_group(rows, others, sizes) + before, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize(
-    "group_sizes",
-    [(64, 128, 128), (0, 1, 0, 63, 65, 0), (0, 0), (NUM_ROWS,), (0, NUM_ROWS, 0)],
-    ids=["whole tiles", "uneven", "no rows", "one group", "one of three"],
+@parametrize(
+    "sizes, options",
+    [
+        *((sizes, {}) for sizes in [(64, 128, 128), (0, 1, 0, 63, 65, 0), (0, 0), (NUM_ROWS,), (0, NUM_ROWS, 0)]),
+        # Tiles of the other width.
+        ((0, 100, 33, 0, 187), {"widths": (OUTER, INNER)}),
+        # The last tiles overlap the previous ones.
+        *(((45, 0, 35), {"widths": widths, "num_rows": 96}) for widths in [(130, 384), (130, 16)]),
+    ],
+    [((0, 1, 0, 63, 65, 0), {"dtype": jnp.float16}), ((45, 0, 35), {"widths": (2880, 136), "num_rows": 96})],
 )
-def test_sums_of_groups(dtype, group_sizes):
-    rows, others = make_operands(dtype)
-    used = sum(group_sizes)
-    # Uninitialized rows may be NaN, and are not read.
-    unwritten = (array.at[used:].set(jnp.nan) for array in (rows, others))
-    sums = triton_outer(*unwritten, RowGroups(jnp.array(group_sizes, jnp.int32)), dtype=jnp.float32)
-    np.testing.assert_allclose(sums, sums_by_group(rows, others, group_sizes), rtol=1e-5, atol=1e-4)
+def test_sums_of_groups(sizes, options):
+    """Uninitialized rows may be NaN, and are not read."""
+    rows, others = make_operands(**options)
+    unwritten = (array.at[sum(sizes) :].set(jnp.nan) for array in (rows, others))
+    assert_sums(triton_outer(*unwritten, groups_of(sizes), dtype=jnp.float32), rows, others, sizes)
+
+
+def test_tiles_of_both_widths_are_chosen():
+    assert INNER % TILE_OF_OUTER.columns == 0 < OUTER % TILE_OF_OUTER.columns
 
 
 def test_sums_that_nobody_reads_are_not_written():
     """The interpreter fills results with NaN."""
     rows, others = make_operands()
     sizes, is_read = (64, 0, 0, 100), jnp.array([True, True, False, False])
-    sums = triton_outer(rows, others, RowGroups(jnp.array(sizes, jnp.int32), is_read), parts=(2, 2))
+    sums = triton_outer(rows, others, groups_of(sizes, is_read), parts=(2, 2))
     want = sums_by_group(rows, others, sizes)
     want[2] = np.nan
     np.testing.assert_allclose(np.concatenate(sums), want, rtol=1e-5, atol=1e-4)
 
 
-def test_tiles_of_both_widths():
-    rows, others = make_operands()
-    group_sizes = (0, 100, 33, 0, 187)
-    sums = triton_outer(others, rows, RowGroups(jnp.array(group_sizes, jnp.int32)), dtype=jnp.float32)
-    assert rows.shape[1] % TILE_OF_OUTER.columns == 0 < others.shape[1] % TILE_OF_OUTER.columns
-    np.testing.assert_allclose(sums, sums_by_group(others, rows, group_sizes), rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("widths", [pytest.param((2880, 136), marks=pytest.mark.thorough), (130, 384), (130, 16)])
-def test_the_last_tiles_overlap_the_previous_ones(widths):
-    group_sizes, used = (45, 0, 35), 80
-    rng = np.random.default_rng(1)
-    rows, others = (jnp.asarray(rng.normal(size=(96, n)), jnp.bfloat16).at[used:].set(jnp.nan) for n in widths)
-    sums = triton_outer(rows, others, RowGroups(jnp.array(group_sizes, jnp.int32)), dtype=jnp.float32)
-    np.testing.assert_allclose(sums, sums_by_group(rows, others, group_sizes), rtol=1e-5, atol=1e-4)
-
-
 def test_sums_in_parts():
     rows, others = make_operands()
-    group_sizes = (100, 0, 33, 100)
-    before = tuple(jnp.full((n, INNER, OUTER), 3.0) for n in (3, 1))
-    sums = triton_outer(rows, others, RowGroups(jnp.array(group_sizes, jnp.int32)), sums=before, parts=(3, 1))
+    sizes, before = (100, 0, 33, 100), tuple(jnp.full((n, INNER, OUTER), 3.0) for n in (3, 1))
+    sums = triton_outer(rows, others, groups_of(sizes), sums=before, parts=(3, 1))
     assert tuple(len(part) for part in sums) == (3, 1)
-    np.testing.assert_allclose(np.concatenate(sums), sums_by_group(rows, others, group_sizes) + 3, rtol=1e-5, atol=1e-4)
+    assert_sums(np.concatenate(sums), rows, others, sizes, before=3)
 
 
 @pytest.mark.slow
 def test_a_narrow_result_is_rounded_once():
     rows, others = make_operands()
-    group_sizes = jnp.array([100, 200], jnp.int32)
-    wide, narrow = (
-        triton_outer(rows, others, RowGroups(group_sizes), dtype=dtype) for dtype in (jnp.float32, jnp.bfloat16)
-    )
+    wide, narrow = (triton_outer(rows, others, groups_of((100, 200)), dtype=one) for one in ("float32", "bfloat16"))
     np.testing.assert_array_equal(narrow, wide.astype(jnp.bfloat16))
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from jax.experimental import pallas
 
-from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Buffers, Experts, TopK, Topology, exact
 from jax_moe_lb.kernels import backends, grouped_ffn
 from jax_moe_lb.kernels import grouped_matmul as products
@@ -19,6 +18,7 @@ from jax_moe_lb.transport import slot_weights
 from tests.adapters import with_adapters
 from tests.kernels.backend_cases import draw, on_cuda, split_experts
 from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
+from tests.marks import parametrize
 
 NUM_ROWS, WIDTH, INNER = 160, 128, 136
 PARTS = (slice(3), slice(3, 5))
@@ -53,13 +53,13 @@ def make_experts(fused=False, biased=False, widths=(WIDTH, INNER), dtype=jnp.bfl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sizes", "fused", "biased", "adapted"),
+@parametrize(
+    "sizes, fused, biased, adapted",
+    [("uneven", True, False, False)],
     [
-        ("uneven", True, False, False),
-        *(pytest.param(name, True, False, False, marks=pytest.mark.thorough) for name in SIZES if name != "uneven"),
-        pytest.param("uneven", False, True, False, marks=pytest.mark.thorough),
-        pytest.param("uneven", False, False, True, marks=pytest.mark.thorough),
+        *((name, True, False, False) for name in SIZES),
+        ("uneven", False, True, False),
+        ("uneven", False, False, True),
     ],
 )
 def test_parts_equal_one_array_bitwise(sizes, fused, biased, adapted, monkeypatch):
@@ -90,15 +90,13 @@ def test_parts_equal_one_array_bitwise(sizes, fused, biased, adapted, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_rounds", [1, pytest.param(2, marks=pytest.mark.thorough)])
+@parametrize("max_rounds", [1], [2])
 def test_a_layer_on_a_gpu_reads_parts_by_default(max_rounds, monkeypatch):
     """It equals the joined form bitwise, and the dense layer; gradients of replicas come home."""
     with_kernels_of_gpus(monkeypatch)
     monkeypatch.setattr(slot_weights, "_platform", lambda: "gpu")
     mesh, case = make_mesh((2,), ("expert",)), Case(num_tokens=24, features=124, mlp_dim=128, num_experts=4)
-    kernel, experts = case.params("bfloat16")
-    x, mask = case.tokens(WORKLOADS[1], 2, "bfloat16")
-    target = draw(*x.shape, seed=4, dtype=jnp.float32)
+    x, mask, kernel, experts, target = case.arguments("zipf", 2, "bfloat16")
     # Fused beforehand, so that both forms multiply by gate and up together.
     args = x, mask, kernel, experts.fused(), target
     system = exact(1, Buffers(1.5 / max_rounds, max_rounds))

@@ -1,17 +1,18 @@
 """Kernel of grouped products in the Pallas interpreter; compiled, it runs on GPUs only."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental import pallas
 
 from jax_moe_lb.kernels import backends as grouped_kernels
 from jax_moe_lb.kernels import grouped_matmul as op
 from jax_moe_lb.kernels.triton_product import NEIGHBORS, PRODUCT
 from tests.kernels.backend_cases import assert_products, check_gradients, make_operands, matmul_of, on_cuda, rejected
+from tests.marks import parametrize
+
+pytestmark = pytest.mark.usefixtures("triton_interpreted")
 
 TRITON = "Triton kernel"
 WIDTHS = (128, 256)
@@ -27,17 +28,9 @@ SIZES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    monkeypatch.setattr(pallas, "pallas_call", partial(pallas.pallas_call, interpret=True))
-    monkeypatch.setattr(grouped_kernels, "get_default_device", lambda: SimpleNamespace(platform="gpu"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(
-    "sizes", [pytest.param(name, marks=() if name == "uneven" else pytest.mark.thorough) for name in SIZES]
-)
+@parametrize("sizes", ["uneven"], SIZES)
 def test_products(sizes, transposed):
     """Matrices in parts are read in place, with equal bits."""
     rows, matrices = make_operands(SIZES[sizes], WIDTHS)
@@ -52,15 +45,7 @@ def test_products(sizes, transposed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(
-    "widths",
-    [
-        pytest.param((200, 384), id="narrow"),
-        pytest.param((16, 384), id="from rank"),
-        pytest.param((200, 16), id="to rank"),
-        *(pytest.param(one, id=f"{one}", marks=pytest.mark.thorough) for one in ((136, 2880), (2880, 384))),
-    ],
-)
+@parametrize("widths", [(200, 384), (16, 384), (200, 16)], [(136, 2880), (2880, 384)], ids=str)
 def test_tiles_need_not_divide_the_widths(widths, transposed):
     assert widths[0] % PRODUCT.depth or widths[1] % PRODUCT.columns
     sizes = (10, 0, 60)
