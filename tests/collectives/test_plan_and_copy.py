@@ -14,6 +14,7 @@ from jax_moe_lb.planners.feplb import feplb_planner
 from jax_moe_lb.planners.greedy import greedy_planner
 from tests.dependencies import of_compiled
 from tests.layer_cases import make_mesh
+from tests.marks import parametrize
 
 RANKS, HOME, SLOTS = 8, 3, 5
 ROUTE = Route(("expert",), timeout_s=20.0)
@@ -109,7 +110,7 @@ def test_one_device_can_hold_all_ranks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@parametrize("axis_type", [AxisType.Explicit], [AxisType.Auto])
 def test_groups_side_by_side_have_plans_of_their_own(axis_type):
     mesh = make_mesh((2, 4), ("data", "expert"), axis_type)
     loads = [load(seed, 4) for seed in (3, 4)]

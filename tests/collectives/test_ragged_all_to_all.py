@@ -1,4 +1,5 @@
 import functools
+import itertools
 import math
 import re
 
@@ -20,6 +21,7 @@ from jax_moe_lb.collectives.ragged_all_to_all import (
     ragged_all_to_all,
 )
 from tests.layer_cases import make_mesh
+from tests.marks import parametrize
 
 
 def exchange(mesh, axes, form=ragged_all_to_all, **options):
@@ -94,7 +96,7 @@ def test_large_slices_exchange_padded_steps():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_one_rank_gathers_on_a_gpu(seed):
     rng = np.random.default_rng(seed)
     operand, *where, received = draw_case(rng, 1, 5, 40, 8.0)
@@ -114,7 +116,7 @@ FORMS = {"padded": padded_all_to_all, "one way": one_way_all_to_all}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.thorough), 5, 6])
+@parametrize("num_ranks", [1, 5, 6], [2])
 @pytest.mark.parametrize("form", FORMS)
 def test_steps_of_collectives_against_a_loop(form, num_ranks):
     rng = np.random.default_rng(num_ranks)
@@ -127,8 +129,11 @@ def test_steps_of_collectives_against_a_loop(form, num_ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("per_peer", [1, 2])
-@pytest.mark.parametrize(("num_rows", "width"), [(2, 96), (3, 7), (5, 64), (1, 32)])
+@parametrize(
+    "num_rows, width, per_peer",
+    [(2, 96, 1), (3, 7, 2), (1, 32, 1)],
+    [(2, 96, 2), (3, 7, 1), (1, 32, 2), (5, 64, 1), (5, 64, 2)],
+)
 def test_few_wide_rows_travel_in_parts(num_rows, width, per_peer):
     """As experts do: a step with a row for every rank would send more than all rows."""
     rng = np.random.default_rng(num_rows)
@@ -186,6 +191,9 @@ def test_slices_that_do_not_overlap_travel_as_one(form):
     assert together.count("while") < apart.count("while")
 
 
+DTYPES = ("bfloat16", "float16", "int8", "bool", "uint32", "float8_e4m3fn", "complex64")
+
+
 def test_no_permute_holds_a_pair_and_its_reverse():
     for num_ranks in range(1, 17):
         sent = []
@@ -206,24 +214,13 @@ def test_halves_send_to_each_other_at_the_same_time(num_ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "form"),
-    [
-        # One dtype of each smaller size than float32, and `bool`, in all forms.
-        pytest.param(dtype, form, marks=() if is_default or form == "in process" else pytest.mark.thorough)
-        for dtype, is_default in {
-            "bfloat16": True,
-            "float16": False,
-            "int8": False,
-            "bool": True,
-            "uint32": False,
-            "float8_e4m3fn": True,
-            "complex64": False,
-        }.items()
-        for form in ["in process", *FORMS]
-    ],
+@parametrize(
+    "form, dtype",
+    # One dtype of each smaller size than float32, and `bool`, in all forms.
+    [*(("in process", one) for one in DTYPES), *itertools.product(FORMS, ("bfloat16", "bool", "float8_e4m3fn"))],
+    itertools.product(FORMS, DTYPES),
 )
-def test_any_dtype_keeps_its_bits(dtype, form):
+def test_any_dtype_keeps_its_bits(form, dtype):
     rng = np.random.default_rng(0)
     bits, *where, received = draw_case(rng, 8, 1, 24, 1.0)
     operand = jnp.asarray(bits * 4).astype(dtype)
@@ -278,7 +275,7 @@ def square_case(num_groups, num_ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.thorough)])
+@parametrize("axis_type", [AxisType.Auto], [AxisType.Explicit])
 @pytest.mark.parametrize("manual", [("data", "expert"), ("expert",)])
 def test_beside_other_axes(axis_type, manual):
     """Groups on a manual data axis are independent, with their own numbers of iterations; devices on another axis

@@ -105,14 +105,6 @@ def test_small_cases_are_solved_to_the_optimum():
     assert above_mean >= 10
 
 
-@pytest.mark.slow
-def test_numpy_arrays_are_planned_without_a_jax_program():
-    counts = draw_counts(np.random.default_rng(1), 4, 2, 500).astype(np.int64)
-    answer = exact(counts, 3, 4)
-    assert all(isinstance(array, np.ndarray) for array in answer)
-    assert_same(answer, RUN(jnp.asarray(counts, jnp.int32), 3, 4))
-
-
 COUNTS = np.ones((2, 4), np.int32)
 
 

@@ -6,19 +6,16 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Buffers, MoEParams, MoEState, System, TokenInfo, TopK, Topology, moe, plain
 from jax_moe_lb.balancers import HybridEP
 from jax_moe_lb.transport import Codec, Direct, ExpertDomains, GatherExpertDomain, hybrid_mesh
 from tests.algorithm_1 import collectives, connected, links, pairs
-from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
+from tests.layer_cases import Case, assert_close, assert_equals_dense, make_mesh, sharded_moe, with_gradients
 
-SKEWED = next(workload for workload in WORKLOADS if workload.name == "zipf")
 NAMES = ("dc", "node", "gpu")
 
 
@@ -48,16 +45,7 @@ def hybrid_moe(mesh, domains, system, codec=Codec()):
 
 @functools.cache
 def inputs():
-    case = Case(num_tokens=12, gated=False)
-    kernel, experts = case.params("float32")
-    x, mask = case.tokens(SKEWED, 8, "float32")
-    target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), "float32")
-    return x, mask, kernel, experts, target
-
-
-@functools.cache
-def dense():
-    return dense_with_gradients(TopK(2))(*inputs())
+    return Case(num_tokens=12, gated=False).arguments("zipf", 8)
 
 
 def check_groups(hlo, sizes, domain_sizes, backward=True):
@@ -82,10 +70,6 @@ def check_groups(hlo, sizes, domain_sizes, backward=True):
     return sum(map(len, gather)), len(exchange)
 
 
-def assert_equal(a, b):
-    jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
 # One level, and two levels with domains across both.
 SPLITS = [
     pytest.param((8,), (1,), marks=pytest.mark.thorough),
@@ -99,16 +83,13 @@ SPLITS = [
 def test_layer_equals_dense_and_joins_ranks_as_algorithm_1_does(sizes, domain_sizes):
     mesh, domains = domains_of(sizes, domain_sizes)
     program = with_gradients(hybrid_moe(mesh, domains, plain())).lower(*inputs()).compile()
-    (y, stats), gradients = program(*inputs())
-    (want, _), want_gradients = dense()
-    assert_close((y, gradients), (want, want_gradients), 1e-5)
+    stats = assert_equals_dense(program, inputs(), 1e-5)
     assert stats.counts.shape[:2] == (domains.domain_size, 8 // domains.domain_size)
     check_groups(program.as_text(), sizes, domain_sizes)
     if domain_sizes == (1,):
         base = make_mesh((8,), ("gpu",))
         layer = with_gradients(sharded_moe(base, Topology.from_mesh(base, "gpu"), plain()))
-        (plain_y, plain_stats), plain_gradients = layer(*inputs())
-        assert_equal((y, stats, gradients), (plain_y, plain_stats, plain_gradients))
+        jax.tree.map(np.testing.assert_array_equal, program(*inputs()), layer(*inputs()))
 
 
 # Table VII: directed pairs of ranks, (exchange, gather), for S = 1, 2, 4 ...
@@ -131,7 +112,7 @@ def compile_all():
     for size, table in TABLE_VII.items():
         base = Mesh(np.asarray(jax.devices()[:size]), ("gpu",), axis_types=(AxisType.Auto,))
         case = Case(num_tokens=4, num_experts=32, mlp_dim=4, gated=False)
-        operands = *case.tokens(SKEWED, size, "float32"), *case.params("float32")
+        operands = case.arguments("zipf", size)[:4]
         for power, counts in enumerate(table):
             mesh, domains = domains_of((size,), (2**power,), base)
             hlo = jax.jit(hybrid_moe(mesh, domains, plain())).lower(*operands).compile().as_text()

@@ -13,6 +13,7 @@ from jax_moe_lb.collectives.permutes import exchange_of_pair, exchange_tiles
 from jax_moe_lb.transport import Codec, CodecBase, ExpertDomains, GatherExpertDomain, hybrid_mesh, scan_prefetched
 from jax_moe_lb.transport.compression import Encoded
 from tests.layer_cases import make_mesh
+from tests.marks import parametrize
 
 SHAPE, RATIO = (6, 10), 5.0
 KEPT = Codec(RATIO).num_kept(60, 4)
@@ -86,7 +87,7 @@ def sent_home(gradients, residual, sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.thorough)])
+@parametrize("nodes", [1], [2])
 def test_gradients_come_home_encoded_level_by_level_and_the_rest_stays(nodes):
     sizes = {"dc": 2, "node": nodes}
     mesh, migrate = migrating(Codec(gradient_ratio=RATIO), **sizes)
@@ -108,7 +109,7 @@ def test_gradients_come_home_encoded_level_by_level_and_the_rest_stays(nodes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
+@parametrize("dtype", ["float32"], ["bfloat16"])
 def test_no_gradient_is_lost(dtype):
     """What has come home and what is left sum to the gradients of all steps; without new ones the rest arrives."""
     mesh, migrate = migrating(Codec(RATIO, CodecBase.REMEMBERED, gradient_ratio=RATIO), dc=2, node=2)
@@ -197,7 +198,7 @@ def test_a_missing_residual_is_named():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gather_again", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@parametrize("gather_again", [False], [True])
 def test_prefetched_layers_have_the_residuals_of_a_loop(gather_again):
     mesh, migrate = migrating(Codec(gradient_ratio=RATIO), dc=2, node=1)
     rng = np.random.default_rng(0)

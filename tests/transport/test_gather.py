@@ -1,3 +1,4 @@
+import itertools
 import re
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from jax.sharding import PartitionSpec
 from jax_moe_lb import Experts, Plan, Topology
 from jax_moe_lb.transport import Gather
 from tests.layer_cases import make_mesh
+from tests.marks import parametrize
 from tests.oracle import random_plan
 
 RANKS, HOME, SLOTS = 8, 3, 6
@@ -51,9 +53,10 @@ NODES = Topology.from_mesh(make_mesh((2, 4), ("node", "gpu")), ("node", "gpu"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "topology", [TOPOLOGY, PROCESSES, STEPS, NODES], ids=["by slot", "by rank", "side by side", "inside nodes"]
+@parametrize(
+    "topology, dtype",
+    [(TOPOLOGY, "bfloat16"), (PROCESSES, "bfloat16"), (STEPS, "float32"), (NODES, "float32")],
+    itertools.product([TOPOLOGY, PROCESSES, STEPS, NODES], ["float32", "bfloat16"]),
 )
 def test_slots_hold_their_experts_and_gradients_come_home(topology, dtype):
     """Small integers make every sum exact, independent of order."""

@@ -10,6 +10,7 @@ from jax_moe_lb import Buffers, Experts, MoEParams, TopK, Topology, moe, plain
 from jax_moe_lb.aot.hlo import parse_module
 from jax_moe_lb.transport import ExpertDomains, GatherExpertDomain, hybrid_mesh, scan_prefetched
 from tests.layer_cases import assert_close, make_mesh
+from tests.marks import parametrize
 from tests.oracle import dense_moe
 
 pytestmark = pytest.mark.slow
@@ -63,7 +64,7 @@ def with_gradients(layers):
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
 
 
-@pytest.mark.parametrize("gather_again", [pytest.param(False, marks=pytest.mark.thorough), True])
+@parametrize("gather_again", [True], [False])
 @pytest.mark.thorough
 def test_prefetched_layers_equal_dense_ones_and_gathers_do_not_wait(gather_again):
     mesh, domains, *args = setting()

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Buffers, Topology, exact, feplb, rails
 from jax_moe_lb.core.schedule import in_order, in_order_on_cuda, in_order_on_tpu
 from jax_moe_lb.kernels import grouped_ffn
@@ -23,6 +22,7 @@ from jax_moe_lb.transport.exchange import Exchange, Receipt
 from jax_moe_lb.transport.one_round import Batch, Kept, Round, gradient_round, serve_round
 from tests.kernels.test_grouped_ffn import case as rows_of_groups
 from tests.layer_cases import Case, assert_close, make_mesh, sharded_moe, with_gradients
+from tests.marks import parametrize
 
 
 def barrier(first, then):
@@ -193,10 +193,7 @@ def layer_of(system, *sizes):
 
 
 def arguments():
-    layer_case = Case()
-    kernel, experts = layer_case.params("float32")
-    x, mask = layer_case.tokens(WORKLOADS[1], 8, "float32")
-    return x, mask, kernel, experts, jnp.asarray(np.random.default_rng(3).normal(size=x.shape), "float32")
+    return Case().arguments("zipf", 8)
 
 
 EVERYTHING, ROWS, HIDDEN = Saved(True, True, True), Saved(rows=True), Saved(hidden=True)
@@ -213,24 +210,19 @@ def results(dispatch, transfer, saved=Saved(), max_rounds=None, chunks=1):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dispatch", "saved", "options"),
+@parametrize(
+    "dispatch, saved, options",
+    [("once", ROWS, {})],
     [
-        ("once", ROWS, {}),
-        *(
-            pytest.param(*case, marks=pytest.mark.thorough)
-            for case in (
-                ("forward", EVERYTHING, {}),
-                ("once", EVERYTHING, {}),
-                ("once", HIDDEN, {}),
-                ("forward", ROWS, {}),
-                ("forward", HIDDEN, {}),
-                ("direct", EVERYTHING, {"chunks": 2}),
-                ("direct", EVERYTHING, {}),
-                ("direct", HIDDEN, {}),
-                ("direct", Saved(), {"max_rounds": 4, "chunks": 3}),
-            )
-        ),
+        ("forward", EVERYTHING, {}),
+        ("once", EVERYTHING, {}),
+        ("once", HIDDEN, {}),
+        ("forward", ROWS, {}),
+        ("forward", HIDDEN, {}),
+        ("direct", EVERYTHING, {"chunks": 2}),
+        ("direct", EVERYTHING, {}),
+        ("direct", HIDDEN, {}),
+        ("direct", Saved(), {"max_rounds": 4, "chunks": 3}),
     ],
     ids=str,
 )
@@ -246,6 +238,7 @@ def test_chunks_and_saved_arrays_leave_values_unchanged(dispatch, saved, options
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@functools.cache
 def exchanges(system, sizes, policy=None):
     """Count the exchanges of a layer and its gradients, rematerialized by a policy if given."""
     layer = layer_of(system, *sizes)
@@ -260,14 +253,11 @@ def exchanges(system, sizes, policy=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dispatch", "saved", "fewer"),
-    [
-        ("once", ROWS, 1),
-        ("once", Saved(rows=True, replicas=True), 4),
-        # On both hops.
-        ("forward", ROWS, 2),
-    ],
+@parametrize(
+    "dispatch, saved, fewer",
+    # Rows travel on both hops of `Forward`.
+    [("forward", ROWS, 2), ("once", Saved(rows=True, replicas=True), 4)],
+    [("once", ROWS, 1)],
 )
 def test_saved_arrays_of_lists_are_not_transferred_again(dispatch, saved, fewer):
     system = exact(2, Buffers(max_rounds=1), dispatch=dispatch)
@@ -275,20 +265,17 @@ def test_saved_arrays_of_lists_are_not_transferred_again(dispatch, saved, fewer)
     assert after == before - fewer
 
 
-@pytest.mark.parametrize(
-    ("saved", "names", "fewer"),
-    [
-        (ROWS, ("moe_dispatched_rows",), 1),
-        pytest.param(Saved(replicas=True), ("moe_replicas",), 3, marks=pytest.mark.thorough),
-        pytest.param(
-            Saved(rows=True, hidden=True), ("moe_dispatched_rows", "moe_hidden"), 1, marks=pytest.mark.thorough
-        ),
-        # Rematerialized; XLA removes one exchange, of the outputs, which are not used.
-        pytest.param(Saved(rows=True, replicas=True), (), -1, marks=pytest.mark.thorough),
-    ],
-    ids=["rows", "replicas", "rows and hidden", "a policy without the names"],
-)
 @pytest.mark.slow
+@parametrize(
+    "saved, names, fewer",
+    [(ROWS, ("moe_dispatched_rows",), 1)],
+    [
+        (Saved(replicas=True), ("moe_replicas",), 3),
+        (Saved(rows=True, hidden=True), ("moe_dispatched_rows", "moe_hidden"), 1),
+        # Rematerialized; XLA removes one exchange, of the outputs, which are not used.
+        (Saved(rows=True, replicas=True), (), -1),
+    ],
+)
 def test_saved_arrays_are_not_transferred_again(saved, names, fewer):
     """One exchange of rows, or one for each weight array, less than in a layer that saves its inputs only."""
     policy, system = jax.checkpoint_policies.save_only_these_names, exact(2, Buffers(max_rounds=1))
@@ -297,11 +284,7 @@ def test_saved_arrays_are_not_transferred_again(saved, names, fewer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("names", "computed"),
-    [(("moe_hidden",), 18), pytest.param((), 22, marks=pytest.mark.thorough)],
-    ids=["hidden", "a policy without the name"],
-)
+@parametrize("names, computed", [(("moe_hidden",), 18)], [((), 22)], ids=["hidden", "a policy without the name"])
 def test_saved_hidden_activations_are_not_computed_again(names, computed):
     """A product with one weight array is 2 units: 3 forward, twice 3 backward, and 2 to compute up and gate again."""
     policy = jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES, *names)

@@ -3,15 +3,14 @@
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from benchmarks.layer.workloads import WORKLOADS
-from jax_moe_lb import Buffers, System, TopK, Topology, exact, plain
+from jax_moe_lb import Buffers, System, Topology, exact, plain
 from jax_moe_lb.balancers import UltraEP
 from jax_moe_lb.transport import Direct, QuantizedTransfer, Saved
-from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
+from tests.layer_cases import Case, assert_equals_dense, make_mesh, sharded_moe, with_gradients
 
 pytestmark = pytest.mark.slow
 
@@ -19,15 +18,6 @@ MESH = make_mesh((8,), ("expert",))
 BY_SLOT = Topology.from_mesh(MESH, ranks_per_domain=4)
 # As on GPUs with a process each. The rows travel by the custom call of one process all the same.
 BY_RANK = replace(BY_SLOT, platform="cuda", ranks_per_process=1)
-
-
-def run(topology, system, workload, dtype):
-    case = Case()
-    kernel, experts = case.params(dtype)
-    x, mask = case.tokens(workload, 8, dtype)
-    target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), dtype)
-    layer = with_gradients(sharded_moe(MESH, topology, system))
-    return layer(x, mask, kernel, experts, target), (x, mask, kernel, experts, target)
 
 
 def test_gpus_of_several_processes_send_one_slice_per_rank():
@@ -51,14 +41,15 @@ def test_gpus_of_several_processes_send_one_slice_per_rank():
 )
 def test_one_round_has_the_same_bits(system, dtype):
     system = system.replace(buffers=Buffers(8.0))
+    layers = [with_gradients(sharded_moe(MESH, topology, system)) for topology in (BY_SLOT, BY_RANK)]
     for workload in WORKLOADS:
-        by_slot, by_rank = (run(topology, system, workload, dtype)[0] for topology in (BY_SLOT, BY_RANK))
+        args = Case().arguments(workload, 8, dtype, dtype)
+        by_slot, by_rank = (layer(*args) for layer in layers)
         jax.tree.map(np.testing.assert_array_equal, by_rank, by_slot)
 
 
 @pytest.mark.parametrize(("headroom", "chunks"), [(1.5, 2), (0.4, 3)])
 def test_rows_saved_in_chunks_have_the_order_of_the_backward_pass(headroom, chunks, x64):
     system = exact(1, Buffers(headroom, chunks=chunks), dispatch="direct").replace(saved=Saved(rows=True, hidden=True))
-    ((y, _), gradients), (x, mask, kernel, experts, target) = run(BY_RANK, system, WORKLOADS[0], "float64")
-    (want, _), want_gradients = dense_with_gradients(TopK(2))(x, mask, kernel, experts, target)
-    assert_close((y, gradients), (want, want_gradients), 1e-12)
+    layer = with_gradients(sharded_moe(MESH, BY_RANK, system))
+    assert_equals_dense(layer, Case().arguments("balanced", 8, "float64", "float64"), 1e-12)

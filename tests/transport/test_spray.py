@@ -12,7 +12,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Buffers, Plan, System, Topology
 from jax_moe_lb.balancers import RailS
 from jax_moe_lb.core import plain_plan
@@ -21,9 +20,9 @@ from jax_moe_lb.transport import Direct, MultiRailDispatch
 from jax_moe_lb.transport.exchange import to_sending_order
 from jax_moe_lb.transport.spray import by_own_rail, by_rail_rank
 from tests.layer_cases import Case, make_mesh, sharded_moe, with_gradients
+from tests.marks import parametrize
 from tests.oracle import random_plan
 
-BY_NAME = {workload.name: workload for workload in WORKLOADS}
 RANKS, TOKENS, PER_TOK, EXPERTS, SLOTS = 8, 12, 2, 16, 4
 DOMAIN = 4  # domain of the plan; the nodes of the rails may differ
 MAX_ROUNDS = 40
@@ -34,7 +33,6 @@ LAYOUTS = {
     "four nodes, on two axes": ((2, 2, 2), 2, 2),
     "one node": ((8,), 8, 8),
 }
-DEFAULT = "four nodes, on two axes"
 
 
 def layout(name):
@@ -106,9 +104,7 @@ def any_rails(rng, rows, num_rails, how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name if name == DEFAULT else pytest.param(name, marks=pytest.mark.thorough) for name in LAYOUTS]
-)
+@parametrize("name", ["four nodes, on two axes"], LAYOUTS)
 @settings(max_examples=15, deadline=None)
 @example(seed=0, skew=10.0, how="one rail")
 @given(
@@ -205,11 +201,9 @@ def kind(groups, members):
 def test_no_row_leaves_its_rail_between_nodes_on_a_gpu():
     """A whole layer, forward and backward, lowered for a GPU, with exact-size exchanges."""
     mesh, topology = layout("two ranks at each rail")
-    case = Case()
     system = System(RailS(), dispatch=MultiRailDispatch(Buffers(max_rounds=1)))
     layer = with_gradients(sharded_moe(mesh, topology, system))
-    x, mask = case.tokens(BY_NAME["zipf"], 8, "float32")
-    text = layer.trace(x, mask, *case.params("float32"), x).lower(lowering_platforms=("cuda",)).as_text()
+    text = layer.trace(*Case().arguments("zipf", 8)).lower(lowering_platforms=("cuda",)).as_text()
     groups = re.findall(r"ragged_all_to_all.*?replica_groups = dense<\[(.*?)\]> :", text)
     found = [kind([numbers(group) for group in re.findall(r"\[([\d, ]+)\]", each)], 4) for each in groups]
     # Dispatch and combine; backward, dispatch of copies, gradients and weights, and combine of gradients of copies and

@@ -21,7 +21,7 @@ from jax_moe_lb.transport import PeerCopy, TwoPhase
 from jax_moe_lb.transport.direct import DirectReceipt
 from jax_moe_lb.transport.two_phase import HomeRows, Phases, Streams, moved_on
 from tests.dependencies import of_compiled, of_lowered
-from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
+from tests.layer_cases import BY_NAME, Case, assert_equals_dense, make_mesh, sharded_moe, with_gradients
 
 CASE, MESH = Case(), make_mesh((8,), ("expert",))
 TOPOLOGY = Topology.from_mesh(MESH, ranks_per_domain=4)
@@ -35,16 +35,10 @@ HEAVY = r"moe_lb_(grouped|ragged_exchange).*/"
 """A custom call that computes or exchanges rows, in the appended scope."""
 
 
-def arguments(workload):
-    x, mask = CASE.tokens(workload, 8, jnp.float32)
-    target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), jnp.float32)
-    return x, mask, *CASE.params(jnp.float32), target
-
-
 @functools.cache
 def compiled(system=SYSTEM):
     """Return the compiled layer with its gradients."""
-    return with_gradients(sharded_moe(MESH, TOPOLOGY, system)).lower(*arguments(WORKLOADS[0])).compile()
+    return with_gradients(sharded_moe(MESH, TOPOLOGY, system)).lower(*CASE.arguments("balanced", 8)).compile()
 
 
 # ---- values -------------------------------------------------------------------------
@@ -54,13 +48,10 @@ def compiled(system=SYSTEM):
 @pytest.mark.parametrize("system", [SYSTEM, BUSIEST_FIRST], ids=["any order", "busiest first"])
 def test_equal_to_dense_in_rounds_and_without_room_for_all(system):
     """Covers skewed, empty, masked and one-expert loads; the reported quota is legal and equals the host plan."""
-    dense, moved, less = dense_with_gradients(TopK(2)), [], []
+    moved, less = [], []
     capacity, room = (system.dispatch.buffers.rows(CASE.num_tokens * 2), system.dispatch.room(CASE.num_tokens * 2))
     for workload in WORKLOADS:
-        args = arguments(workload)
-        (y, stats), gradients = compiled(system)(*args)
-        (want, _), want_gradients = dense(*args)
-        assert_close((y, gradients), (want, want_gradients), 1e-5)
+        stats = assert_equals_dense(compiled(system), CASE.arguments(workload, 8), 1e-5)
         counts, quota = np.asarray(stats.counts[0]), np.asarray(stats.quota[0])
         np.testing.assert_array_equal(quota.sum(1), counts.sum(0))
         start = plain_plan(counts, TOPOLOGY, 4)
@@ -178,7 +169,7 @@ def test_groups_of_products_at_home_have_their_rows(num_last):
 @pytest.mark.slow
 def test_the_simulator_is_told_what_is_served():
     """All rows go home; moved rows continue from there, and the waves together equal the plan."""
-    counts = next(w for w in WORKLOADS if w.name == "lognormal").counts(0, 8, 50, 16, 2)
+    counts = BY_NAME["lognormal"].counts(0, 8, 50, 16, 2)
     start = plain_plan(counts, TOPOLOGY, 4)
     plan, _ = SYSTEM.balancer.rebalance(counts, start, TOPOLOGY, ())
     dispatch = dataclasses.replace(SYSTEM.dispatch, moved_headroom=8.0)
@@ -218,7 +209,7 @@ def test_the_plan_is_posted_before_rows_go_home_and_copies_run_beside_products()
 @pytest.mark.thorough
 def test_the_same_where_it_is_lowered_for_a_gpu():
     """Without host callbacks, which can only be lowered for a backend that is present."""
-    traced = with_gradients(sharded_moe(MESH, TOPOLOGY, SYSTEM)).trace(*arguments(WORKLOADS[0]))
+    traced = with_gradients(sharded_moe(MESH, TOPOLOGY, SYSTEM)).trace(*CASE.arguments("balanced", 8))
     text = traced.lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
     if not custom_calls.is_built("cuda"):
         assert "moe_lb_" not in text
@@ -311,4 +302,4 @@ def test_a_plan_over_rails_is_refused():
     mesh = make_mesh((2, 4), ("node", "gpu"))
     topology = Topology.from_mesh(mesh, ("node", "gpu"), rails_per_node=4)
     with pytest.raises(ValueError, match=r"plan\.rails is set; expected None, as TwoPhase does not spray"):
-        jax.eval_shape(sharded_moe(mesh, topology, system), *arguments(WORKLOADS[0])[:4])
+        jax.eval_shape(sharded_moe(mesh, topology, system), *CASE.arguments("balanced", 8)[:4])
