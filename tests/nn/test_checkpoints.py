@@ -17,6 +17,7 @@ from jax_moe_lb.layer.systems import system_names
 from jax_moe_lb.nn import SharedMix, mesh_independent_state, restore_mesh_independent_state, restore_target
 from jax_moe_lb.transport import Codec, CodecBase, GatherExpertDomain
 from tests.layer_cases import expert_domains, make_layer, make_mesh
+from tests.marks import parametrize
 
 OPTIONS = {
     "biases": {"experts": ExpertConfig(12, use_bias=True), "router": TopK(2, selection_bias=True, logit_bias=True)},
@@ -24,9 +25,6 @@ OPTIONS = {
     "homes": {"system": plain().replace(relocates=True)},
     "no gate": {"experts": ExpertConfig(12, gated=False)},
 }
-EVERYDAY = {"eplb", "homes"}
-"""Cases tested by default: systems with state, and parameters with their own axes."""
-
 CASES = {name: {"system": name} for name in system_names()} | OPTIONS
 
 
@@ -61,9 +59,8 @@ def carry_over(layer, other, folder):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the system cannot balance")
-@pytest.mark.parametrize(
-    "case", [case if case in EVERYDAY else pytest.param(case, marks=pytest.mark.thorough) for case in CASES]
-)
+# By default systems with state, and parameters with their own axes.
+@parametrize("case", ["eplb", "homes"], CASES)
 def test_a_layer_is_restored_on_other_ranks(case, tmp_path):
     layer, other = make(8, **CASES[case]), make(4, **CASES[case])
     if jax.tree.leaves(other.state):
@@ -129,13 +126,10 @@ ALL_MESHES = ((1, 8), (1, 2), (2, 4))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("axis_type", "meshes"),
-    [
-        (AxisType.Auto, ((1, 2),)),
-        pytest.param(AxisType.Auto, ALL_MESHES, marks=pytest.mark.thorough),
-        pytest.param(AxisType.Explicit, ALL_MESHES, marks=pytest.mark.thorough),
-    ],
+@parametrize(
+    "axis_type, meshes",
+    [(AxisType.Auto, ((1, 2),))],
+    [(AxisType.Auto, ALL_MESHES), (AxisType.Explicit, ALL_MESHES)],
     ids=str,
 )
 def test_a_model_and_its_optimizer_continue_on_other_meshes(axis_type, meshes, tmp_path):

@@ -30,6 +30,7 @@ from jax_moe_lb.balancers import Exact
 from jax_moe_lb.nn import SharedMix
 from jax_moe_lb.routing import ForceBalanced, NoisyTopK, Routing
 from tests.layer_cases import assert_close, make_mesh
+from tests.marks import parametrize
 from tests.stress.dense_module import Tokens, dense
 from tests.test_options import DISPATCHES, ROUTERS
 
@@ -50,12 +51,12 @@ def activations():
 
 
 def cases():
-    """Return layers with each choice; the first ones have each activation and dispatch, the others are thorough."""
+    """Return layers with each choice; four have each kind of routing, one expert per token, and rows in lists."""
     choices = activations(), routers(), DISPATCHES
     numbers = [len(values) for values in choices]
     made = zip(*(itertools.islice(itertools.cycle(values), max(numbers)) for values in choices), strict=True)
-    usual = max(numbers[0], numbers[2])
-    return [case if at < usual else pytest.param(*case, marks=pytest.mark.thorough) for at, case in enumerate(made)]
+    made = list(made)
+    return [made[at] for at in (0, 2, 3, 5)], made
 
 
 def name_of(value):
@@ -100,7 +101,7 @@ def check(layer, x, **tokens):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("activation", "router", "dispatch"), cases(), ids=name_of)
+@parametrize("activation, router, dispatch", *cases(), ids=name_of)
 def test_every_choice(activation, router, dispatch, x64):
     """The gradient of a router with one expert per token is not 0 either, unless routing is not learned."""
     x, tokens = arguments()

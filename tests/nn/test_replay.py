@@ -11,6 +11,7 @@ from jax_moe_lb import ExpertConfig, Losses, Precision, TokenInfo, TopK, Topolog
 from jax_moe_lb.layer.route import with_given
 from jax_moe_lb.routing import ExpertChoice, ForceBalanced, HashRouter, NoisyTopK
 from tests.layer_cases import assert_close, make_mesh
+from tests.marks import parametrize
 from tests.nn.moe_cases import INNER, NUM_EXPERTS, WIDTH, dense_layer, make
 
 MESHES = {
@@ -60,10 +61,7 @@ def rollout(shape, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh", "shape", "has_weights"),
-    [("2, 2, 2", (3, 5), True), pytest.param("4", (2, 6), False, marks=pytest.mark.thorough)],
-)
+@parametrize("mesh, shape, has_weights", [("2, 2, 2", (3, 5), True)], [("4", (2, 6), False)])
 def test_given_experts_equal_the_dense_layer(mesh, shape, has_weights, x64):
     """Values and gradients of weights, tokens and given weights, in remat."""
     layer, one = layer_on(*MESHES[mesh]), layer_on((1,), ("expert",), ())

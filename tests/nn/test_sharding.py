@@ -12,6 +12,7 @@ from jax_moe_lb.aot.hlo import parse_module
 from jax_moe_lb.core.experts import dense_ffn
 from jax_moe_lb.transport import FsdpExperts, scan_prefetched
 from tests.layer_cases import assert_close, make_layer, make_mesh
+from tests.marks import parametrize
 from tests.stress.dense_module import Tokens, dense
 
 WIDTH, INNER, NUM_EXPERTS = 16, 24, 8
@@ -94,7 +95,7 @@ def check_collectives(text, axes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gather_again", [pytest.param(False, marks=pytest.mark.thorough), True])
+@parametrize("gather_again", [True], [False])
 def test_split_experts_are_gathered_a_layer_ahead(gather_again):
     mesh = make_mesh((2,), ("fsdp",))
     shards = FsdpExperts(embed_axes=("fsdp",))

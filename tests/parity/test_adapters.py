@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import torch
 import transformers
 from flax import nnx
@@ -18,6 +17,7 @@ from models.decoder.stacked import StackedDecoder
 from models.mesh import make_mesh
 from models.pretrained.adapters import save_adapters, target_paths
 from models.pretrained.saving import save_pretrained
+from tests.marks import parametrize
 from tests.parity.references import VOCAB, logits_of, make_model
 
 ATTENTION = "q_proj,k_proj,v_proj,o_proj"
@@ -39,13 +39,13 @@ def adapted_model(folder, lora):
     return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(shapes), values))
 
 
-@pytest.mark.parametrize(
-    ("name", "targets"),
+@parametrize(
+    "name, targets",
     [
         *[("mixtral", ATTENTION), ("mixtral", None), ("qwen3_moe", None), ("glm4_moe", None), ("deepseek_v3", None)],
         *[("gpt_oss", ATTENTION), ("qwen2_moe", ATTENTION)],
-        *[pytest.param(name, None, marks=pytest.mark.thorough) for name in OTHERS],
     ],
+    ((name, None) for name in OTHERS),
 )
 def test_peft_reads_adapters(name, targets, tmp_path):
     # The run with an older transformers collects this file, too.

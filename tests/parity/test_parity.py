@@ -28,6 +28,7 @@ from models.pretrained.safetensors import TensorFolder
 from models.pretrained.saving import named_tensors, save_pretrained
 from models.pretrained.weight_sync import update_weights
 from models.upcycle import upcycle
+from tests.marks import parametrize
 from tests.parity.references import CONFIGS, NEW_TOKENS, PROMPT, logits_of, make_dense, make_model, read_tensors
 
 MESHES = {"1x8": ParallelConfig(1, 8), "2x4": ParallelConfig(2, 4), "1x1": ParallelConfig(1, 1)}
@@ -79,19 +80,15 @@ def compare(reference, mesh, system, **options):
     return stats
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh", "system"),
+@parametrize(
+    "name, mesh, system",
     [
         # Without binaries `exact` compiles its planner in jnp: 30 CPU seconds for a decoder.
         *[(name, "1x8", "greedy") for name in DISTINCT if name != "gpt_oss"],
         *[(name, "1x1", "plain") for name in ("gpt_oss", *OWN_LAYERS)],
-        *[pytest.param(name, "1x8", "exact", marks=pytest.mark.thorough) for name in CONFIGS],
         ("deepseek_v3", "2x4", "plain"),
-        *[
-            pytest.param(name, "2x4", "plain", marks=pytest.mark.thorough)
-            for name in ("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss")
-        ],
     ],
+    [*[(name, "1x8", "exact") for name in CONFIGS], *[(name, "2x4", "plain") for name in SAVED]],
 )
 def test_logits_and_gradients(reference, name, mesh, system):
     stats = compare(reference(name), mesh, system)
@@ -172,14 +169,10 @@ def test_bfloat16_within_its_rounding(reference, name):
     assert 0 < ours < 2 * theirs
 
 
-@pytest.mark.parametrize(
-    ("name", "system"),
-    [
-        ("mixtral", "greedy"),
-        *[(name, "plain") for name in CACHED if name != "mixtral"],
-        *[pytest.param(name, "plain", marks=pytest.mark.thorough) for name in CONFIGS if name not in CACHED],
-        pytest.param("mixtral", "exact", marks=pytest.mark.thorough),
-    ],
+@parametrize(
+    "name, system",
+    [("mixtral", "greedy"), *[(name, "plain") for name in CACHED if name != "mixtral"]],
+    [*((name, "plain") for name in CONFIGS if name not in CACHED), ("mixtral", "exact")],
 )
 def test_greedy_generation(reference, name, system):
     """Prompts of two lengths in one batch; the shorter ones are the reference's."""
@@ -189,9 +182,7 @@ def test_greedy_generation(reference, name, system):
     np.testing.assert_array_equal(found[:-1], ref.generated)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in SAVED else pytest.param(name, marks=pytest.mark.thorough) for name in CONFIGS]
-)
+@parametrize("name", SAVED, CONFIGS)
 def test_saved_checkpoints_are_read_by_transformers(reference, name, tmp_path):
     ref = reference(name)
     save_pretrained(loaded(ref, "2x4", "plain"), tmp_path / "out", max_file_bytes=20_000)
