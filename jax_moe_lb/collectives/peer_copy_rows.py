@@ -80,10 +80,8 @@ def moved_rows(placement: Placement, quota: Quota, first_row: Int[Array, "E"], r
 def moved_from_the_end(
     moved: MovedRows, placement: Placement, order: Int[Array, "R L"], first_row: Int[Array, "E"], size: Int[Array, "E"]
 ) -> MovedRows:
-    """Move only the end of a stream: rows stay at home if any later row of the stream stays.
-
-    `order` has the home experts of ranks in the order of the stream, `size` the rows of all experts there.
-    """
+    """Move only the end of a stream: rows stay at home if any later row of the stream stays."""
+    # `order` has the home experts of ranks in the order of the stream, `size` the rows of all experts there.
     num_experts, num_ranks = moved.taken.shape
     num_home, rank = num_experts // num_ranks, iota(num_ranks)[:, None]
     in_order = order + num_home * rank
