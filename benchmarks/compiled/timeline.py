@@ -14,6 +14,7 @@ import pickle
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from itertools import product, repeat
 from pathlib import Path
 from typing import Any
@@ -38,14 +39,14 @@ Key = tuple[str, str]
 """A target, and a system, form or options."""
 
 
-def compiled(target: str, system: System, folder: Path, **options: Any) -> ProgramReport:
+def compiled(target: str, system: System, folder: Path, sizes: LayerSizes = SIZES, **options: Any) -> ProgramReport:
     """Return the report of a program with gradients, from the folder if it is there."""
-    name = f"{target}, {system}, {options}"
+    name = f"{target}, {system}, {sizes}, {options}"
     path = folder / f"{target.replace(':', '_')}_{hashlib.sha256(name.encode()).hexdigest()[:12]}.pickle"
     if path.exists():
         return pickle.loads(path.read_bytes())
     with quiet_stderr():
-        report = compile_layer(system, Target.parse(target), SIZES, gradients=True, **options)
+        report = compile_layer(system, Target.parse(target), sizes, gradients=True, **options)
     path.write_bytes(pickle.dumps(report))
     return report
 
@@ -201,11 +202,37 @@ def of_tpus(given: argparse.Namespace) -> Table:
     return Table(columns, each(row_of_form, product(TPUS, FORMS), given), title)
 
 
-TABLES = {"steps": of_systems, "options": of_options, "forms": of_tpus}
+LARGE = {"v6e:8x8": 128, "v6e:8x16": 128, "v6e:16x16": 256}
+"""Experts of each large slice."""
+
+
+def row_of_slice(key: Key, folder: Path) -> list[Value]:
+    target, system = Target.parse(key[0]), exact(max_rounds=1)
+    sizes = replace(SIZES, experts=LARGE[key[0]])
+    topology = target.topology()
+    load = LayerLoad.of(system, sizes, topology, counts_of(DEFAULT_LOAD, sizes, topology.num_ranks), DEFAULT_LOAD)
+    report = compiled(key[0], system, folder, sizes=sizes)
+    found = report.timeline(load)
+    plan = found.stages()["plan"]
+    times = found.total_s * 1e3, plan * 1e3, 100 * plan / found.total_s
+    return [f"`{key[0]}`", topology.num_ranks, sizes.experts, int(load.replicas.sum()), report.temp_bytes / 1e6, *times]
+
+
+def of_slices(given: argparse.Namespace) -> Table:
+    """Return the time of the planner of `exact` on large slices."""
+    columns = {"target": "", "ranks": "d", "experts": "d", "replicas": "d", "temporaries MB": ".0f"}
+    columns |= {"step ms": ".2f", "planner ms": ".2f", "planner %": ".1f"}
+    title = "Planner of `exact` on large slices, Zipf 1.0, estimated from the compiled program"
+    return Table(columns, each(row_of_slice, product(LARGE, ("exact",)), given), title)
+
+
+TABLES = {"steps": of_systems, "options": of_options, "forms": of_tpus, "planner": of_slices}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("table", choices=TABLES, help="Table of systems, of options, or of forms on TPUs.")
+    parser.add_argument(
+        "table", choices=TABLES, help="Table of systems, of options, of forms on TPUs, or of their planner."
+    )
     parser.add_argument("--processes", type=int, default=1, help="Parallel compilations.")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="Folder of compiled programs, kept and read again.")
 

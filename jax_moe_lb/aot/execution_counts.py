@@ -103,6 +103,9 @@ CONTROL_FLOW = ("while", "conditional", "call")
 IDLE_SCOPE = "further_rounds"
 """Named scope of overflow rounds. They serve rows beyond the first round, so a balanced step runs none of them."""
 
+SEARCH_SCOPE = "missed_mean"
+"""Named scope of loops of the planner `exact` in jnp that run if its first plans miss the mean load."""
+
 CostOf = Callable[[Computation, Instruction], int]
 """Function that returns the cost of one instruction other than control flow, in any unit."""
 

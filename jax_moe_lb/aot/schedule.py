@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from jax_moe_lb.aot.collectives import RAGGED, PathOf, axes_of, exchanged_bytes, exchanges, kind_of, result_of
-from jax_moe_lb.aot.execution_counts import IDLE_SCOPE, KERNEL, Launches
+from jax_moe_lb.aot.execution_counts import IDLE_SCOPE, KERNEL, SEARCH_SCOPE, Launches
 from jax_moe_lb.aot.flops import ProductForm, flops_of, product_form
 from jax_moe_lb.aot.hlo import ArrayShape, Computation, Instruction, Module
 from jax_moe_lb.aot.memory import FREE, FREE_TARGETS, MemoryTraffic
@@ -71,6 +71,7 @@ class Loop(StrEnum):
     COUNTED = "counted"  # `trips`
     ROUNDS = "rounds"  # overflow rounds: rounds of the load after the first
     REPLICAS = "replicas"  # replicas that return to one home
+    SEARCH = "search"  # once, unless the plan of the load is near the mean
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,8 @@ class _Reader:
                 loop, trips = (Loop.COUNTED, 0) if is_replicas else (Loop.ROUNDS, 0)
             elif is_replicas:
                 loop = Loop.REPLICAS
+            elif SEARCH_SCOPE in name:
+                loop = Loop.SEARCH
         # The host reads the condition of a loop or branch outside of graphs, unless the trip count is stated.
         is_outside = instruction.name in self.launches.kernels and instruction.name not in self.launches.in_graphs
         waits = is_outside and instruction.trips is None

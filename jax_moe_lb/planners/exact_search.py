@@ -130,16 +130,18 @@ def lowest(tokens: Int[Array, "L M"], slots: int, max_fan_out: int) -> Search:
     s = jax.lax.while_loop(
         lambda s: (s.high - s.low > enough) & (s.turn < rounds), lambda s: _narrow(s, attempt), start
     )
-    # A loop of one step at most: under `vmap`, a condition would run both branches for all domains.
-    s = replace(s, low=mean, turn=0 * mean)
-    s = jax.lax.while_loop(
-        lambda s: (s.high > mean) & (s.turn < 1), lambda s: _start_from_others(s, tokens, slots, max_fan_out), s
-    )
-    s = replace(s, low=mean, turn=0 * mean)
     generations = max(4, STEPS // (num_ranks * slots))
-    return jax.lax.while_loop(
-        lambda s: (s.high - mean > enough) & (s.turn < generations), lambda s: _lower(s, attempt), s
-    )
+    # The timeline of a compiled program finds these loops by their scope.
+    with jax.named_scope("missed_mean"):
+        # A loop of one step at most: under `vmap`, a condition would run both branches for all domains.
+        s = replace(s, low=mean, turn=0 * mean)
+        s = jax.lax.while_loop(
+            lambda s: (s.high > mean) & (s.turn < 1), lambda s: _start_from_others(s, tokens, slots, max_fan_out), s
+        )
+        s = replace(s, low=mean, turn=0 * mean)
+        return jax.lax.while_loop(
+            lambda s: (s.high - mean > enough) & (s.turn < generations), lambda s: _lower(s, attempt), s
+        )
 
 
 def fewest(

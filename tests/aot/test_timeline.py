@@ -207,6 +207,15 @@ def test_a_planner_in_a_kernel_needs_no_host(ranks, seconds):
     assert (found.seconds, on_host.seconds) == (pytest.approx(RATES.start + seconds), pytest.approx(RATES.planner))
 
 
+def test_a_search_for_a_missed_mean_depends_on_the_load():
+    text = TEXT.replace(', backend_config={"known_trip_count":{"n":"3"}}', "")
+    text = text.replace("jit(f)/transpose(jvp(route))/while", "jit(f)/plan/missed_mean/while")
+    (loop,) = (one for one in schedule(text) if one.name == "thrice")
+    assert loop.loop is Loop.SEARCH
+    found = [timeline((loop,), TARGET, load).spans for load in (EVEN, load_of(skewed_counts()), None)]
+    assert [[span.name for span in one] for one in found] == [[], ["sine"], ["sine"]]
+
+
 def exchange(stage, axes, ranks, operand, result=1):
     """Return an exchange of lists with 64 updates for each peer, from shapes of operand and result."""
     (sent, width), path = operand, ExchangePath.ONE_SHOT.value
