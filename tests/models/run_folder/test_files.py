@@ -114,6 +114,38 @@ def test_unreadable_counts_count_as_absent_and_a_line_says_so(tmp_path, content)
     assert len(lines) == 1
 
 
+def test_counts_of_a_long_run_are_in_segments_of_bounded_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr("models.run_folder.metrics.router_losses", lambda stats: {})
+    monkeypatch.setattr("models.run_folder.metrics.summarised", lambda stats: {})
+    layout = {"system": "exact"}
+    monkeypatch.setattr("models.run_folder.metrics.MAX_SEGMENT_BYTES", 3 * (4 + 16 * len(PER_STEP)))
+
+    def record(recorder, steps):
+        for step in steps:
+            stats = types.SimpleNamespace(**{name: np.full((2, 1, 2), step, np.int32) for name in PER_STEP})
+            recorder.step(step, 1.0, stats, 8, 0.1)
+            if step % 2 == 0:
+                recorder.flush()()
+        return recorder
+
+    folder = RunFolder(tmp_path)
+    assert record(Recorder(folder, 1, layout, writes=True), range(1, 11)).arrays["steps"] == [9, 10]
+    assert [arrays["steps"].tolist() for arrays in folder.all_counts()] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10]]
+    assert [row["segment"] for row in folder.rows("layout")] == [1, 2, 3]
+    # Continue from an earlier checkpoint, at the end of the second segment.
+    assert record(Recorder(folder, 9, layout, writes=True, tell=pytest.fail), range(9, 13)).segment == 3
+    assert [arrays["steps"].tolist() for arrays in folder.all_counts()] == [[1, 2, 3, 4], [*range(5, 11)], [11, 12]]
+    assert (folder.read_counts(2)["counts"][:, 0, 0] == range(5, 11)).all()
+
+
+def test_a_process_that_writes_no_files_keeps_no_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr("models.run_folder.metrics.router_losses", lambda stats: {})
+    monkeypatch.setattr("models.run_folder.metrics.summarised", lambda stats: {})
+    recorder = Recorder(RunFolder(tmp_path), 1, writes=False)
+    recorder.step(1, 1.0, types.SimpleNamespace(**{name: np.zeros((2, 1, 2)) for name in PER_STEP}), 8, 0.1)
+    assert recorder.arrays["counts"] == []
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_first_signal_asks_for_an_end(number, code):
     before = signal.getsignal(number)
