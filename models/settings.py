@@ -74,6 +74,8 @@ def read_mesh(text: str) -> Given:
             )
         try:
             key = MESH_AXES[axis]
+            if key in values:
+                raise ValueError(f"{axis} is given twice; expected it once")
             values[key] = _converted(f"parallel.{key}", _kinds(ParallelConfig)[key], value)
         except ValueError as error:
             raise ValueError(f"--mesh {text}: {error}") from error

@@ -24,6 +24,7 @@ CASES = [
     (["--set", "optimizer.learning_rate=nan"], "optimizer.learning_rate is nan; expected"),
     (["--seed", "-1"], "seed is -1; expected"),
     (["--mesh", "expert=16"], "data_parallel x expert_parallel is 1 x 16; expected"),
+    (["--mesh", "expert=2,expert=1"], "--mesh expert=2,expert=1: expert is given twice; expected it once"),
     (["--mesh", "expert=5", "--set", "batch.size=30"], "num_experts is 16; expected"),
     (["--mesh", "expert=4,stage=2"], "parallel.stages is 2; expected 1 without model.checkpoint"),
     (["--mesh", "expert=8,domain=3"], "parallel.ranks_per_domain is 3; expected a divisor"),
