@@ -21,7 +21,7 @@ from jax_moe_lb.aot import Target
 from jax_moe_lb.cli.output import CheckedCommand, OutputPath
 from jax_moe_lb.core import FileLimits, shadowed_installation
 from jax_moe_lb.layer.system import OPTIONS
-from jax_moe_lb.layer.systems import system_named, system_names
+from jax_moe_lb.layer.systems import COMPARED, system_named, system_names
 from models import settings
 from models.config import PRESETS, TUNING, ModelConfig, MultiProcessConfig, TrainConfig
 from models.console import USER_ERRORS, FileLimitsOption, UserError, say, show
@@ -46,7 +46,7 @@ from models.training.source import PUBLISHED_NAMES, source_of, with_sizes
 
 RELOCATE_INTERVAL = 50  # default of `relocation.interval`, in steps, for a system with relocation
 CONFIG = f"Checkpoint folder, .yaml file, or one of {', '.join([*PRESETS, *PUBLISHED_NAMES])}."
-SYSTEM = f"NAME[:KEY=VALUE,...][+DISPATCH]: {', '.join(system_names())}; keys {', '.join(OPTIONS)}."
+SYSTEM = f"NAME[:KEY=VALUE,...][+DISPATCH]: {', '.join((*system_names(), *COMPARED))}; keys {', '.join(OPTIONS)}."
 MESH = "Axes and sizes, data=2,expert=4,domain=4,stage=2: groups, ranks in each, ranks that share weights, stages."
 DATA = "File or folder of text, JSON lines of text or messages, or token arrays; or PATH:WEIGHT; repeatable."
 TEMPLATE_SET = "Variable of the chat template for all conversations, such as enable_thinking=false; repeatable."

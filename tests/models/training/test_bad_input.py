@@ -6,6 +6,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from jax_moe_lb.layer.systems import COMPARED, system_names
 from models.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from models.train import app
 from tests.models.small import CORPUS
@@ -158,6 +159,11 @@ def test_the_list_has_every_key():
     # Every key has a meaning.
     assert all(len(re.split(" {2,}", line)) == 4 for line in lines[1:])
     assert "--set list" in CliRunner().invoke(app, ["--help"]).stdout
+
+
+def test_the_help_names_every_system():
+    shown = CliRunner().invoke(app, ["--help"]).stdout
+    assert not [name for name in (*system_names(), *COMPARED) if name not in shown]
 
 
 @pytest.mark.thorough
