@@ -27,7 +27,7 @@ from models.config import PRESETS, TUNING, ModelConfig, MultiProcessConfig, Trai
 from models.console import USER_ERRORS, FileLimitsOption, UserError, say, show
 from models.data.chat import ChatTemplate, Variables, has_chat_template, read_variables
 from models.data.corpus import Corpus
-from models.data.sources import corpus_from, default_corpus
+from models.data.sources import check_held_out, corpus_from, default_corpus
 from models.data.tokenizers import Bytes, Tokenizer, TokenizerFile, end_tokens
 from models.dry_run import step as dry_run
 from models.mesh import offer_cpu_devices
@@ -301,6 +301,8 @@ def _corpus(config: TrainConfig, data: list[str], template_set: list[str], limit
     options |= {"limits": limits, "chat": chat}
     if not data and not isinstance(tokenizer, Bytes):
         raise ValueError("data is required: the tokens are not bytes. Pass --data")
+    if config.data.validation is not None:
+        check_held_out(data, config.data.validation)
     corpus = corpus_from(data, tokenizer, **options) if data else default_corpus(config.data.max_corpus_bytes)
     if config.data.validation is None:
         return corpus

@@ -198,6 +198,21 @@ def corpus_from(
     return Corpus(tuple(parts), "token" if has_arrays else tokenizer.unit, vocab_size)
 
 
+def check_held_out(sources: Sequence[Path | str], validation: str) -> None:
+    """Raise `ValueError` if a file of the validation data is one of the training data, too."""
+    trained = {leaf for source in sources for leaf in _leaves(_weighed(str(source))[0])}
+    if shared := trained.intersection(_leaves(_weighed(validation)[0])):
+        raise ValueError(
+            f"data.validation is {validation!r}; expected held-out files, but {str(min(shared))!r} is training data"
+        )
+
+
+def _leaves(path: Path) -> list[Path]:
+    """Return the resolved files of a path, of which `_files` has a folder saved by `datasets` as one."""
+    files = (list(file.glob("*.arrow")) if file.is_dir() else [file] for file in _files(path))
+    return [file.resolve() for file in itertools.chain.from_iterable(files)]
+
+
 def _grouped(named: list[tuple[Path, float | None]]) -> list[tuple[list[Path], float]]:
     """Return the paths of each part and its weight; without weights all paths are one part."""
     if all(weight is None for _, weight in named):

@@ -20,7 +20,7 @@ from models.data.corpus import (
     place_rows,
     rows_here,
 )
-from models.data.sources import corpus_from, default_corpus
+from models.data.sources import check_held_out, corpus_from, default_corpus
 from models.data.tokenizers import TokenizerFile
 from models.mesh import batch_sharding, make_mesh
 from tests.models.data.test_conversations import some
@@ -206,6 +206,19 @@ def tokenizer(tmp_path):
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     return TokenizerFile(tmp_path / "tokenizer.json")
+
+
+def test_validation_data_are_not_among_the_training_data(tmp_path):
+    folder, other = tmp_path / "data", tmp_path / "other"
+    folder.mkdir()
+    other.mkdir()
+    for file in (folder / "a", folder / "b", other / "c"):
+        file.write_text("text")
+    check_held_out([f"{folder}:1", f"{tmp_path / 'data' / 'a'}:2"], str(other))
+    (other / "link").symlink_to(folder / "b")
+    for validation in (folder, folder / "b", tmp_path / "other" / ".." / "data", other):
+        with pytest.raises(ValueError, match=r"data.validation is .*; expected held-out files, but '.*data/[ab]' is"):
+            check_held_out([f"{folder}:1"], str(validation))
 
 
 def test_a_tokenizer_file_gives_the_vocabulary(tmp_path, tokenizer):

@@ -33,6 +33,7 @@ CASES = [
     (["--set", "data.validation="], "data.validation is ''; expected a string that is not empty"),
     (["small", "--set", "model.checkpoint=other"], "model.checkpoint is 'other'; expected none beside CONFIG 'small'"),
     (["--set", "lora.alpha=3"], "lora.alpha is 3.0 with rank 0; expected 16.0. Set lora.rank"),
+    (["--data", "short", "--set", "data.validation=./short"], "data.validation is './short'; expected held-out files"),
     (["--data", "missing"], "data is 'missing', which does not exist; expected"),
     (["--data", "short:0"], "data is 'short' with weight 0; expected a finite number above 0"),
     (["--data", "short", "--set", "data.tokenizer=empty"], "empty is not a tokenizer"),
