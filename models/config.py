@@ -8,6 +8,7 @@ from jax_moe_lb.core.checks import Count, Least, Natural, NonNegative, Positive,
 from jax_moe_lb.layer import CHECKPOINT_NAMES
 from jax_moe_lb.layer.system import DISPATCHES
 
+MOST_COPIES = 2**31 - 1  # most token copies of a step
 NUM_BYTES = 256  # vocabulary size of the byte tokenizer
 COMPUTE_DTYPES = ("float32", "bfloat16")
 REMAT = ("none", "full")
@@ -257,6 +258,11 @@ class TrainConfig:
                 f"batch.size is {batch.size}; expected a multiple of the {shards} shards, "
                 f"data_parallel {parallel.data_parallel} x expert_parallel {parallel.expert_parallel}{times}"
             )
+        # The token copies of a step are counted in int32.
+        most = MOST_COPIES // (batch.sequence_length * self.model.experts_per_token)
+        if batch.size > most:
+            copies = f"{batch.sequence_length} tokens x {self.model.experts_per_token} experts per token"
+            raise ValueError(f"batch.size is {batch.size}; expected at most {most} sequences of {copies}")
         if parallel.stages > 1 and self.model.checkpoint is None:
             raise ValueError(f"parallel.stages is {parallel.stages}; expected 1 without model.checkpoint")
         if self.lora.rank and self.model.checkpoint is None:

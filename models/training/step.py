@@ -182,6 +182,9 @@ def _model(
     has_padding: bool,
 ) -> StackedDecoder:
     rngs, sizes = nnx.Rngs(config.seed), preset_config(config.model) if decoder is None else decoder
+    if config.lora.rank > sizes.embed_dim:
+        expected = f"at most {sizes.embed_dim}, the width of the model"
+        raise ValueError(f"lora.rank is {config.lora.rank}; expected {expected}")
     # Experts of a domain of `migrate` are sharded by its own rules.
     rules = expert_rules(mesh, sizes.num_experts) if system.migrate is None else None
     whole = Decoder(sizes, mesh=mesh, system=system, topology=topology, rules=rules, rngs=rngs)

@@ -34,6 +34,7 @@ CASES = [
     (["small", "--set", "model.checkpoint=other"], "model.checkpoint is 'other'; expected none beside CONFIG 'small'"),
     (["--set", "lora.alpha=3"], "lora.alpha is 3.0 with rank 0; expected 16.0. Set lora.rank"),
     (["--data", "short", "--set", "data.validation=./short"], "data.validation is './short'; expected held-out files"),
+    (["--set", "batch.size=1099511627776"], "batch.size is 1099511627776; expected at most 8388607 sequences of 128"),
     (["--data", "missing"], "data is 'missing', which does not exist; expected"),
     (["--data", "short:0"], "data is 'short' with weight 0; expected a finite number above 0"),
     (["--data", "short", "--set", "data.tokenizer=empty"], "empty is not a tokenizer"),

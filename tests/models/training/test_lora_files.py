@@ -96,6 +96,14 @@ def test_an_unknown_target_is_refused():
         LoraConfig(targets="q_proj")
 
 
+def test_a_rank_above_the_width_is_refused():
+    parallel = ParallelConfig(1, 1, "plain")
+    given = {"model": {"checkpoint": "tiny"}, "parallel": {"expert_parallel": 1, "system": "plain"}}
+    config, sizes = updated(TUNING, given | {"lora": {"rank": 2**40}}), decoder_config("mixtral", 1)
+    with pytest.raises(ValueError, match=rf"lora.rank is {2**40}; expected at most {sizes.embed_dim}, the width"):
+        make_programs(config, make_mesh(parallel), plain(), sizes)
+
+
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen2_moe"])
 @pytest.mark.parametrize(("targets", "is_written"), [(None, False), ("q_proj", True)])
 def test_experts_that_peft_does_not_read_have_no_file(name, targets, is_written, tmp_path):
