@@ -25,7 +25,7 @@ from models.decoder.model import Decoder
 from models.decoder.stacked import StackedDecoder
 from models.pretrained.loading import by_path, grouped
 from models.pretrained.safetensors import FLOATS, INDEX, LENGTH_BYTES, NUMPY, SINGLE, copy_blocks
-from models.run_folder.files import naming, part, write_whole
+from models.run_folder.files import naming, temporary_folder, write_whole
 
 MAX_FILE_BYTES = 2**30  # maximum bytes of tensors per file, unless one tensor is larger
 SUMMED_WORDS = 2**20  # words of 4 bytes of a tensor to exchange between processes at a time
@@ -92,16 +92,10 @@ def vacant(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder, renamed to `folder` at the end of the context, or deleted after an error."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"out is {str(folder)!r}, which is not empty; expected a new or empty folder")
-    aside = part(folder)
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
+    with temporary_folder(folder) as aside:
         yield aside
         # A rename can replace an empty folder only.
         aside.replace(folder)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
 
 
 def copy_files(names: Iterable[str], source: Path, to: Path) -> None:

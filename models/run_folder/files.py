@@ -4,6 +4,8 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +34,18 @@ def write_whole(path: Path, content: bytes) -> None:
         # Leave no partial file on a full disk.
         aside.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def temporary_folder(path: Path) -> Iterator[Path]:
+    """Yield a new sibling folder, which is deleted at the end of the context unless it was renamed."""
+    # A fixed name may be that of a user's folder.
+    made = path.with_name(f"{path.name}.part-{secrets.token_hex(8)}")
+    made.mkdir(parents=True)
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 def read_object(path: Path, limits: FileLimits) -> dict[str, Any]:

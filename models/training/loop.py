@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache, partial
@@ -50,7 +51,7 @@ from models.run_folder.checkpoints import (
     steps_in,
     without_homes,
 )
-from models.run_folder.files import free_sibling, lock_folder, write_whole
+from models.run_folder.files import free_sibling, lock_folder, temporary_folder, write_whole
 from models.run_folder.metrics import Recorder, RunFolder, layer_row, summarise
 from models.run_folder.report import LiveReport, write_report
 from models.run_folder.trackers import MetricLogger, MetricLoggerConfig, StepLine
@@ -256,16 +257,15 @@ def _begun(run: Run) -> nnx.State:
 
 def _export(run: Run, source: Source, state: nnx.State) -> None:
     """Write the model in the format of `transformers`, in place of an earlier one of the run once it is complete."""
-    made, is_writer = run.folder.model.with_name("model.new"), jax.process_index() == 0
-    if is_writer:
-        shutil.rmtree(made, ignore_errors=True)
-    save_pretrained(run.programs.model(state), made, dtype=source.stored_dtype, keep_from=source.folder)
-    if not is_writer:
-        return
-    if run.config.data.tokenizer is not None:
-        shutil.copyfile(run.config.data.tokenizer, made / "tokenizer.json")
-    shutil.rmtree(run.folder.model, ignore_errors=True)
-    made.replace(run.folder.model)
+    to, is_writer = run.folder.model, jax.process_index() == 0
+    with temporary_folder(to) if is_writer else nullcontext(to) as made:
+        save_pretrained(run.programs.model(state), made, dtype=source.stored_dtype, keep_from=source.folder)
+        if not is_writer:
+            return
+        if run.config.data.tokenizer is not None:
+            shutil.copyfile(run.config.data.tokenizer, made / "tokenizer.json")
+        shutil.rmtree(to, ignore_errors=True)
+        made.replace(to)
 
 
 def _export_adapters(run: Run, state: nnx.State, tell: Tell) -> None:

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from models.pretrained.saving import vacant
 from models.run_folder.checkpoints import keep_quiet, system_errors
 from models.run_folder.files import free_sibling, lock_folder, part, write_whole
 from models.run_folder.metrics import PER_STEP, Recorder, RunFolder
 from models.train import TrainArgs, app
 from models.training.faults import StopRequest
+from models.training.loop import _export
 
 
 def test_a_killed_write_leaves_the_file_as_it_was(tmp_path, monkeypatch):
@@ -112,6 +114,29 @@ def test_unreadable_counts_count_as_absent_and_a_line_says_so(tmp_path, content)
     np.savez(folder.counts, **arrays)
     assert len(Recorder(folder, 3, writes=True, tell=lines.append).arrays["steps"]) == 2
     assert len(lines) == 1
+
+
+def test_a_folder_is_replaced_without_deleting_others(tmp_path, monkeypatch):
+    """Siblings with names of temporary folders may be a user's."""
+    folder = RunFolder(tmp_path)
+    siblings = [tmp_path / "model.new" / "mine", tmp_path / "model.part" / "mine", tmp_path / "model.new.part" / "mine"]
+    for file in (folder.model / "old", *siblings):
+        file.parent.mkdir()
+        file.write_text("text")
+
+    def saved(model, to, **options):
+        with vacant(to) as aside:
+            (aside / "new").write_text("text")
+
+    monkeypatch.setattr("models.training.loop.save_pretrained", saved)
+    config = types.SimpleNamespace(data=types.SimpleNamespace(tokenizer=None))
+    run = types.SimpleNamespace(folder=folder, config=config, programs=types.SimpleNamespace(model=lambda state: state))
+    _export(run, types.SimpleNamespace(stored_dtype="float32", folder=None), None)
+    assert [file.name for file in folder.model.iterdir()] == ["new"]
+    assert all(file.read_text() == "text" for file in siblings)
+    with pytest.raises(KeyboardInterrupt), vacant(tmp_path / "other"):
+        raise KeyboardInterrupt
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "model.new", "model.part", "model.new.part"}
 
 
 def test_counts_of_a_long_run_are_in_segments_of_bounded_bytes(tmp_path, monkeypatch):
