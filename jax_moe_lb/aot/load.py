@@ -13,6 +13,7 @@ from jaxtyping import Int
 
 from jax_moe_lb.core.checks import Count, checked_fields, shown
 from jax_moe_lb.core.experts import Experts
+from jax_moe_lb.core.file_limits import REMEDY, LimitError
 from jax_moe_lb.core.plan import Plan, replica_copies
 from jax_moe_lb.core.split import nearest_first
 from jax_moe_lb.core.topology import Topology
@@ -357,7 +358,11 @@ def counts_of(load: str, sizes: LayerSizes, num_ranks: int, seed: int = 0) -> Co
     if found := re.fullmatch(r"zipf:(\d{1,3}(?:\.\d{1,6})?)", load, re.ASCII):
         return zipf_counts(sizes, num_ranks, float(found[1]), seed)
     if load.endswith((".npy", ".npz")):
-        return read_counts(Path(load), argument="load")[0]
+        try:
+            return read_counts(Path(load), argument="load")[0]
+        except LimitError as error:
+            # A load has one step, and its callers have neither the option nor the argument.
+            raise LimitError(str(error).partition(REMEDY)[0]) from error
     raise ValueError(f"load is {shown(load)}; expected {EXPECTED_LOAD}")
 
 

@@ -29,6 +29,10 @@ MOST_EXPANSION = 1040
 """Upper bound of decompressed bytes per compressed byte; DEFLATE reaches 1032."""
 
 
+REMEDY = ". Pass --file-limits"
+"""Start of the remedy in the message of a `LimitError`."""
+
+
 class LimitError(ValueError):
     """Error for a valid file exceeding a size limit, with declared size, limit and option."""
 
@@ -101,7 +105,7 @@ class FileLimits:
             return
         size = str(declared) if declared < 10**MOST_DIGITS else f"more than 10^{MOST_DIGITS}"
         factor = -(-declared // getattr(FileLimits(), field))
-        remedy = f". Pass --file-limits {factor} or limits=FileLimits().scaled({factor})."
+        remedy = f"{REMEDY} {factor} or limits=FileLimits().scaled({factor})."
         # Paths before the place may have braces.
         subject = size.join(description.rsplit("{}", 1))
         raise LimitError(f"{subject}; expected at most {most}{remedy if factor <= MOST_FACTOR else ''}")

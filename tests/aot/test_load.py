@@ -12,6 +12,7 @@ from jax_moe_lb import Buffers, ExpertConfig, MoE, Precision, TopK, exact, feplb
 from jax_moe_lb.aot import LayerSizes, Target
 from jax_moe_lb.aot.load import LayerLoad, counts_of, zipf_counts
 from jax_moe_lb.balancers import Balancer
+from jax_moe_lb.core.file_limits import LimitError
 from jax_moe_lb.core.topology import Topology
 from tests.aot.scheduled import even_counts, load_of, skewed_counts
 
@@ -48,6 +49,14 @@ def test_other_texts_are_refused(text):
 def test_a_missing_file_names_the_load(tmp_path):
     with pytest.raises(ValueError, match=r"^load is .*none.npy: No such file or directory; expected a .npy or .npz"):
         counts_of(str(tmp_path / "none.npy"), SIZES, 8)
+
+
+def test_a_load_beyond_the_limits_names_no_option(tmp_path):
+    """`compile` and `tune` have no `--file-limits`."""
+    with (tmp_path / "counts.npy").open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<i4", "fortran_order": False, "shape": (2**28, 16)})
+    with pytest.raises(LimitError, match=r"^load .*counts.npy: arrays of 17179869184 bytes; expected at most \d+$"):
+        counts_of(str(tmp_path / "counts.npy"), SIZES, 8)
 
 
 @pytest.mark.parametrize("counts", [np.ones((8, 8), np.int32), np.full((8, 16), 33, np.int32)])
