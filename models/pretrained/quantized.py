@@ -23,6 +23,7 @@ BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of the values and scales of an
 
 FP4, E8M0 = ml_dtypes.float4_e2m1fn, ml_dtypes.float8_e8m0fnu  # dtypes of the values and scales of `mxfp4`
 FP4_GROUP = 32  # weights per scale in `mxfp4`
+NAN_SCALE = 255  # byte of a scale that is NaN in `mxfp4`
 
 
 @dataclass(frozen=True)
@@ -127,11 +128,16 @@ class Mxfp4:
         """Read whole experts from disk; select rows and columns before the conversion to floats."""
         experts, rows, columns = (index + (slice(None),) * 3)[:3]
         blocks = tensors.read(name + BLOCKS, (experts,))[..., columns, :, :]
-        scales = tensors.read(name + SCALES, (experts,)).view(E8M0)[..., columns, :].astype(np.float32)
-        if np.isnan(scales).any():
-            raise ValueError(f"{tensors.folder}: {short(name + SCALES)} has a NaN scale (255); expected finite scales")
+        scales = self.scales(tensors, name, (experts,)).view(E8M0)[..., columns, :].astype(np.float32)
         wide = np.stack([blocks & 15, blocks >> 4], -1).view(FP4).astype(np.float32) * scales[..., None, None]
         return np.swapaxes(wide.reshape(*blocks.shape[:-2], -1), -1, -2)[..., rows, :]
+
+    def scales(self, tensors: TensorFolder, name: str, index: Index = ()) -> np.ndarray:
+        """Read scales as bytes, which are exponents; raise `ValueError` if one is NaN."""
+        scales = tensors.read(name + SCALES, index)
+        if (scales == NAN_SCALE).any():
+            raise ValueError(f"{tensors.folder}: {short(name + SCALES)} has a NaN scale (255); expected finite scales")
+        return scales
 
 
 def _require(tensors: TensorFolder, weight: str, scale: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
@@ -228,12 +234,15 @@ class CheckpointWeights:
         self.shapes = plain | self.quantized
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise `ValueError` unless a weight has the given shape and a supported dtype."""
+        """Raise `ValueError` unless a weight has the given shape, a supported dtype and finite `mxfp4` scales."""
         header = next(
             self.tensors.home[name + part] for part in ("", BLOCKS, PACKED) if name + part in self.tensors.home
         )
         if self.shapes[name] != shape:
             raise ValueError(f"{header.path}: {name} has shape {list(self.shapes[name])}; expected {list(shape)}")
+        if name in self.quantized and isinstance(self.format, Mxfp4):
+            # Otherwise a run would fail only after it has compiled its step and moved an earlier run aside.
+            self.format.scales(self.tensors, name)
         if name not in self.quantized and header.dtypes[name] not in FLOATS:
             raise ValueError(f"{header.path}: {name} has dtype {header.dtypes[name]}; expected one of {FLOATS}")
 

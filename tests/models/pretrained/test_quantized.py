@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from models.architectures.config_json import read_fields
+from models.architectures.config_json import Fields, read_fields
 from models.architectures.registry import configured, pieces_of
 from models.config import ParallelConfig
 from models.mesh import make_mesh
@@ -189,6 +189,17 @@ def test_scales_that_do_not_fit_are_named(folders, change, expected, tmp_path):
         from_pretrained(tmp_path / "bad", make_mesh(ParallelConfig(2, 4)))
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_nan_scale_is_refused_before_weights_are_read(tmp_path):
+    tensors = {"w_blocks": np.zeros((2, 3, 1, 16), np.uint8), "w_scales": np.full((2, 3, 1), 254, np.uint8)}
+    fields = Fields(json.dumps({"quantization_config": {"quant_method": "mxfp4"}}))
+    save_file(tensors, tmp_path / "model.safetensors")
+    CheckpointWeights(TensorFolder(tmp_path), fields).check("w", (2, 32, 3))
+    tensors["w_scales"][1, 2, 0] = 255
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"w_scales has a NaN scale \(255\); expected finite scales"):
+        CheckpointWeights(TensorFolder(tmp_path), fields).check("w", (2, 32, 3))
 
 
 @pytest.mark.parametrize(
