@@ -1,5 +1,6 @@
 """Reader of safetensors checkpoints, in one file or in several with an index."""
 
+import hashlib
 import math
 import os
 from collections.abc import Callable
@@ -97,6 +98,7 @@ FP8 = "F8_E4M3"  # dtype of 8-bit floats, which are stored with scales: see `qua
 
 
 BLOCK = 128  # rows and columns to copy at a time to another order of the dimensions
+FINGERPRINT_BYTES = 64  # bytes of each tensor in the fingerprint of a checkpoint
 READ_BYTES = 2**24  # bytes to read at a time if only some columns of a tensor are needed
 
 
@@ -136,6 +138,18 @@ class TensorFolder:
         with open_regular(header.path) as file:
             found = _read_rows(file, start, shape or (1,), dtype, index)
         return found if shape else found.reshape(())
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the name, dtype, shape and first bytes of each tensor, independent of the files with them."""
+        parts = {}
+        for header in {id(header): header for header in self.home.values()}.values():
+            with open_regular(header.path) as file:
+                for name, shape in header.shapes.items():
+                    file.seek(header.starts[name])
+                    num_bytes = math.prod(shape) * DTYPES[header.dtypes[name]]
+                    parts[name] = header.dtypes[name], shape, file.read(min(num_bytes, FINGERPRINT_BYTES)).hex()
+        return hashlib.sha256(repr(sorted(parts.items())).encode()).hexdigest()
 
     def _files(self) -> list[Path]:
         if not (self.folder / INDEX).exists():

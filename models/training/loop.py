@@ -58,7 +58,7 @@ from models.run_folder.trackers import MetricLogger, MetricLoggerConfig, StepLin
 from models.settings import in_section
 from models.training.faults import StepRunner, StopRequest, check_state, check_step
 from models.training.optimizer import learning_rate
-from models.training.resume import check_continues, described, layout_of, next_homes, per_layer
+from models.training.resume import BASE_FINGERPRINT, check_continues, described, layout_of, next_homes, per_layer
 from models.training.source import Source, source_of
 from models.training.step import Programs, make_programs
 
@@ -82,6 +82,7 @@ class Run:
     done_steps: int  # number of steps done, 0 for a new run
     state: nnx.State | None  # state after these steps; `None` for a new run
     position: dict[str, Any]  # position of the data after these steps, from the checkpoint
+    base_fingerprint: str = ""  # fingerprint of the frozen parameters of a run with adapters, "" without any
     # Identifier of the run, the same after it is resumed; random in a new run
     run_id: str = field(default_factory=lambda: secrets.token_hex(8))
 
@@ -109,7 +110,7 @@ def prepare(
     folder, mesh = RunFolder(run_dir, limits), make_mesh(config.parallel)
     with in_section("parallel"):
         system = make_system(config.parallel)
-    source = source_of(config.model, limits)
+    source, base_fingerprint = source_of(config.model, limits), ""
     if source is not None and source.folder is not None:
         base = source.folder.resolve()
         if base == run_dir.resolve() or any(base.is_relative_to(path.resolve()) for path in folder.files):
@@ -118,7 +119,8 @@ def prepare(
             raise ValueError(f"run_dir is {str(run_dir)!r}; expected {which}")
         if config.lora.rank or not resume:
             # A resumed run reads only frozen parameters of it again.
-            checked_weights(source.folder, source.config, limits)
+            weights, _ = checked_weights(source.folder, source.config, limits)
+            base_fingerprint = weights.tensors.fingerprint if config.lora.rank else ""
     for line in source.noise if source is not None else ():
         tell(line)
     programs = make_programs(config, mesh, system, source.config if source else None, has_padding=corpus.has_padding)
@@ -126,7 +128,7 @@ def prepare(
     writes = jax.process_index() == 0
     # Check before tracing, which takes seconds, and again under the lock, as another run may have started.
     if resume:
-        check_continues(config, corpus.fingerprint, folder)
+        check_continues(config, corpus.fingerprint, folder, base_fingerprint)
         folder.check_limits()
     elif writes:
         _check_place(folder)
@@ -134,7 +136,7 @@ def prepare(
             _check_empty(folder, restart)
     step = _traced(config, mesh, programs)
     lock = _locked(folder) if writes else None
-    run = Run(config, corpus, folder, lock, mesh, programs, source, step, 0, None, {})
+    run = Run(config, corpus, folder, lock, mesh, programs, source, step, 0, None, {}, base_fingerprint)
     try:
         if resume:
             run = _resumed(run, tell)
@@ -367,7 +369,7 @@ def _unwritable(folder: RunFolder, error: OSError) -> str:
 def _resumed(run: Run, tell: Tell) -> Run:
     """Restore the newest intact checkpoint, and move newer, damaged ones aside."""
     folder = run.folder
-    check_continues(run.config, run.corpus.fingerprint, folder)
+    check_continues(run.config, run.corpus.fingerprint, folder, run.base_fingerprint)
     layout = layout_of(run.config.parallel)
     step, state, kept = _restored(run, layout, tell)
     if changed := [name for name, value in layout.items() if value != kept.layout.get(name)]:
@@ -410,6 +412,7 @@ def _restored(run: Run, layout: dict[str, Any], tell: Tell) -> tuple[int, nnx.St
 
 def _claim(run: Run, resume: bool, overwrite: bool, restart: bool, tell: Tell) -> None:
     folder, described = run.folder, {"run_id": run.run_id} | _described(run.config, run.corpus)
+    described |= {BASE_FINGERPRINT: run.base_fingerprint} if run.base_fingerprint else {}
     if not resume and not overwrite:
         _check_empty(folder, restart)
     try:

@@ -26,6 +26,8 @@ from models.run_folder.files import misplacement
 from models.run_folder.metrics import RunFolder
 from models.settings import Given, layered, read_mapping, updated
 
+BASE_FINGERPRINT = "base_fingerprint"  # key of `config.json`, in runs with adapters of a checkpoint
+
 
 def layout_of(parallel: ParallelConfig) -> dict[str, Any]:
     """Return the layout: options that a resumed run may change if its balancers start anew."""
@@ -107,7 +109,7 @@ def described(step: int, permutation: np.ndarray, state: nnx.State, topology: To
     return row | {"homes": per_layer(state, "homes").tolist()}
 
 
-def check_continues(config: TrainConfig, fingerprint: str, folder: RunFolder) -> None:
+def check_continues(config: TrainConfig, fingerprint: str, folder: RunFolder, base_fingerprint: str = "") -> None:
     """Raise `ValueError` unless the run in the folder can be resumed."""
     if not _can_resume(folder):
         raise ValueError(f"resume is set, but {str(folder.path)!r} has no checkpoint; expected a run_dir with one")
@@ -115,6 +117,9 @@ def check_continues(config: TrainConfig, fingerprint: str, folder: RunFolder) ->
     for name, value in _fixed(config, fingerprint).items():
         if value != before[name]:
             raise ValueError(f"{name} is {value!r}; expected {shown(before[name])}, as in the run to resume")
+    # Folders of older runs have no fingerprint of the base.
+    if base_fingerprint and folder.described().get(BASE_FINGERPRINT, base_fingerprint) != base_fingerprint:
+        raise ValueError(f"model.checkpoint is {config.model.checkpoint!r}; expected the tensors of the run to resume")
     # A folder with another name than its step is no checkpoint to resume.
     run_id, limits = folder.run_id, folder.limits
     done = steps_in(folder.checkpoints)

@@ -191,6 +191,23 @@ def test_scales_that_do_not_fit_are_named(folders, change, expected, tmp_path):
     assert "\n" not in str(caught.value)
 
 
+def test_a_fingerprint_depends_on_tensors_and_not_on_files(tmp_path):
+    tensors = {"a": np.arange(4, dtype=np.float32), "b": np.zeros((2, 3), np.float32)}
+
+    def fingerprint(files):
+        for file, held in files.items():
+            save_file(held, tmp_path / file)
+        places = {name: file for file, held in files.items() for name in held}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+        return TensorFolder(tmp_path).fingerprint
+
+    whole = fingerprint({"one": tensors})
+    assert whole == fingerprint({"one": {"a": tensors["a"]}, "two": {"b": tensors["b"]}})
+    changes = ({"a": tensors["a"] + 1}, {"b": tensors["b"].T.copy()}, {"b": tensors["b"].view(np.int32)})
+    others = {fingerprint({"one": tensors | change}) for change in (*changes, {"c": tensors["a"]})}
+    assert len(others | {whole}) == 5
+
+
 def test_a_nan_scale_is_refused_before_weights_are_read(tmp_path):
     tensors = {"w_blocks": np.zeros((2, 3, 1, 16), np.uint8), "w_scales": np.full((2, 3, 1), 254, np.uint8)}
     fields = Fields(json.dumps({"quantization_config": {"quant_method": "mxfp4"}}))

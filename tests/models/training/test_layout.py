@@ -17,7 +17,7 @@ from models.mesh import make_mesh
 from models.run_folder.checkpoints import CheckpointMetadata, Checkpoints, parts, restore_newest, steps_in
 from models.run_folder.metrics import RunFolder
 from models.training.loop import Run, _restored
-from models.training.resume import as_before, check_continues, layout_of
+from models.training.resume import BASE_FINGERPRINT, as_before, check_continues, layout_of
 from tests.models.small import CONFIG, CORPUS, losses, on, programs, run
 
 pytestmark = pytest.mark.slow
@@ -128,6 +128,17 @@ def test_a_damaged_config_is_refused(tmp_path, section, changes):
         as_before(folder, {})
     with pytest.raises(ValueError, match=message):
         check_continues(CONFIG, "", folder)
+
+
+def test_adapters_do_not_continue_on_another_base(tmp_path):
+    folder = resumable(tmp_path, dataclasses.asdict(CONFIG))
+    # Older runs have no fingerprint.
+    check_continues(CONFIG, "", folder, "one")
+    described = json.loads(folder.config.read_text())
+    folder.config.write_text(json.dumps(described | {BASE_FINGERPRINT: "one"}))
+    check_continues(CONFIG, "", folder, "one")
+    with pytest.raises(ValueError, match=r"model.checkpoint is None; expected the tensors of the run to resume"):
+        check_continues(CONFIG, "", folder, "other")
 
 
 @pytest.mark.thorough

@@ -13,6 +13,7 @@ from models.config import TUNING, LoraConfig, ParallelConfig
 from models.decoder.layers import Adapter
 from models.mesh import make_mesh
 from models.pretrained.adapters import EXPERTS, save_adapters, target_paths
+from models.pretrained.safetensors import TensorFolder
 from models.run_folder.checkpoints import BASE, parts, steps_in
 from models.settings import updated
 from models.training.step import make_programs
@@ -53,6 +54,8 @@ def test_a_run_writes_its_adapters_and_resumes_from_them(checkpoint):
     assert changed == {f"{name}.weight" for name in modules}
     saved = json.loads((folder.checkpoints / "3" / "run" / "metadata").read_text())
     assert saved["base"] == str(checkpoint)
+    fingerprint = TensorFolder(checkpoint).fingerprint
+    assert json.loads(folder.config.read_text())["base_fingerprint"] == fingerprint
     names = (folder.checkpoints / "3" / "state" / "_METADATA").read_text()
     assert "kernel_a" in names
     assert "embedding" not in names
