@@ -26,6 +26,7 @@ from jax_moe_lb.nn.variables import BalancerState, CodecState, GradientResidual
 
 Params = TypeVar("Params")
 OptState = TypeVar("OptState")
+States = TypeVar("States")
 Path = tuple[str, ...]
 Nodes = nnx.Module | tuple[nnx.Module | nnx.Optimizer, ...]
 
@@ -43,8 +44,9 @@ def relocate(params: Params, opt_state: OptState, permutation: Int[AnyArray, "la
     optimizer state it permutes every leaf whose path ends with the path of one of these. It updates `homes`, so the
     router's kernel, bias and running loads do not move.
 
-    Call it in `jax.jit` with donated arguments and `out_shardings` equal to the argument shardings. The compiler then
-    exchanges the experts between devices.
+    Call it in `jax.jit` with donated arguments and the shardings of `restore_target((params, opt_state))` as
+    `out_shardings`. The compiler then exchanges the experts between devices. Before the first step the optimizer's
+    counts are on one device; these shardings replicate them over the mesh.
 
     Args:
         params: state of a model, or a tree containing one, whose `MoE` layers have `relocates=True`.
@@ -197,8 +199,8 @@ def mesh_independent_state(model: Nodes) -> nnx.State:
     return nnx.state(model, nnx.Not(nnx.Any(*OF_ONE_MESH)))
 
 
-def restore_target(state: nnx.State) -> nnx.State:
-    """Return the shapes, dtypes and shardings into which orbax restores a state.
+def restore_target(state: States) -> States:
+    """Return the shapes, dtypes and shardings into which orbax restores a state, or a tree of states.
 
     Arrays on a mesh keep their sharding. Arrays without a sharding of their own are replicated over the mesh: those of
     `nnx.Linear`, norms, embeddings and optimizer counts. Restored into their present sharding, they would be committed
@@ -232,7 +234,7 @@ def restore_target(state: nnx.State) -> nnx.State:
         sharding = leaf.sharding if leaf.committed or everywhere is None else everywhere
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    placed: nnx.State = jax.tree.map(target, state)
+    placed: States = jax.tree.map(target, state)
     return placed
 
 

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax_moe_lb import Losses, TopK, Topology, plain, relocate, router_loss
 from jax_moe_lb.balancers.eplb import EPLB
 from jax_moe_lb.layer.systems import System
-from jax_moe_lb.nn import expert_bytes
+from jax_moe_lb.nn import expert_bytes, restore_target
 from jax_moe_lb.routing import GroupLimit
 from tests.layer_cases import make_layer, make_mesh
 
@@ -82,6 +82,18 @@ def test_training_goes_on_as_if_nothing_had_moved(mesh):
         for moment in ("mu", "nu"):
             kept, moved = (getattr(optimizer.opt_state[0], moment)[name][...] for optimizer in optimizers)
             np.testing.assert_allclose(kept[where], moved, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_experts_are_relocated_before_the_first_step(mesh):
+    """The optimizer's counts are on one device until then."""
+    layer = make(mesh)
+    before = nnx.state(layer), nnx.state(nnx.Optimizer(layer, optax.adamw(1e-2), wrt=nnx.Param))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, restore_target(before))
+    experts, order = np.asarray(layer.up[...]), permutation()
+    params, opt_state = jax.jit(relocate, out_shardings=shardings)(*before, order)
+    np.testing.assert_array_equal(params["up"].get_value(), experts[order[0]])
+    assert opt_state["opt_state"][0]["count"].get_value().sharding.mesh == mesh
 
 
 def tree(**changes):
