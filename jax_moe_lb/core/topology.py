@@ -299,14 +299,21 @@ class Topology:
             data_axes=data,
             tensor_axes=tensor,
             flops_per_s=flops_per_s,
+            **process_layout(mesh, axes),
             **_of_devices(mesh.devices, mesh.axis_names, axes) if isinstance(mesh, Mesh) else {},
         )
 
 
+def process_layout(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> dict[str, Any]:
+    """Return `ranks_per_process` and `processes` of the groups along mesh axes; unknown without devices."""
+    if not isinstance(mesh, Mesh):
+        return {"ranks_per_process": None, "processes": ()}
+    groups = mesh.devices, mesh.axis_names, axes
+    return {"ranks_per_process": _ranks_per_process(*groups), "processes": _own_processes(*groups)}
+
+
 def _of_devices(devices: np.ndarray, names: tuple[str, ...], axes: tuple[str, ...]) -> dict[str, Any]:
     return {
-        "ranks_per_process": _ranks_per_process(devices, names, axes),
-        "processes": _own_processes(devices, names, axes),
         "platform": _platform(devices),
         "device_kind": None if devices.flat[0].platform == "cpu" else devices.flat[0].device_kind,
         "limited_routing": has_limited_routing(devices.flat[0]),

@@ -23,7 +23,7 @@ from jax_moe_lb.collectives.permutes import gather_tiles, sum_tiles
 from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.manual_axes import vary_like
-from jax_moe_lb.core.topology import Level, Topology
+from jax_moe_lb.core.topology import Level, Topology, process_layout
 from jax_moe_lb.core.types import pytree, wide_dtype
 from jax_moe_lb.transport.compression import Codec, CodecBase, Encoded, average
 from jax_moe_lb.transport.expert_gradients import (
@@ -146,9 +146,7 @@ class ExpertDomains:
             expert_axes=domain_axes,
             data_axes=topology.data_axes + offset_axes,
             slice_axes=tuple(axis + DOMAIN for axis in topology.slice_axes),
-            # The process layout of the whole topology does not apply to these ranks.
-            ranks_per_process=None,
-            processes=(),
+            **process_layout(mesh, domain_axes),
         )
         return cls(between, offset_axes, math.prod(mesh.shape[axis] for axis in offset_axes))
 
@@ -162,8 +160,17 @@ class ExpertDomains:
         """Topology of all ranks as one group, with the expert domains as domains, for planners such as `HybridEP`."""
         # Two levels suffice: planners read only the domain of a rank.
         levels = (Level("node", self.between.num_ranks), Level("gpu", self.domain_size))
-        data_axes = tuple(axis for axis in self.between.data_axes if axis not in self.offset_axes)
-        return Topology(levels, self.domain_size, expert_axes=self.expert_axes, data_axes=data_axes)
+        return replace(
+            self.between,
+            levels=levels,
+            ranks_per_domain=self.domain_size,
+            rails_per_node=1,
+            expert_axes=self.expert_axes,
+            data_axes=tuple(axis for axis in self.between.data_axes if axis not in self.offset_axes),
+            # The process layout of `between` does not apply to all ranks.
+            ranks_per_process=None,
+            processes=(),
+        )
 
 
 def _inside(topology: Topology, levels: tuple[Level, ...]) -> int:

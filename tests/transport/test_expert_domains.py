@@ -171,6 +171,15 @@ def test_ranks_are_numbered_by_domain():
     assert [level.size for level in domains.between.levels] == [1, 2]
 
 
+def test_groups_have_the_processes_of_their_ranks_and_the_axes_of_the_topology():
+    mesh = make_mesh((2, 2, 2), ("dc", "gpu", "tensor"))
+    topology = Topology.from_mesh(mesh, ("dc", "gpu"), tensor_axes="tensor")
+    domains = ExpertDomains.from_mesh(hybrid_mesh(mesh, {"dc": 1, "gpu": 2}), topology)
+    assert domains.between.in_one_process
+    for group in (domains.between, domains.whole):
+        assert (group.tensor_axes, group.platform) == (("tensor",), "cpu")
+
+
 def test_bad_domains_are_named():
     mesh = make_mesh((2, 4), ("dc", "gpu"))
     with pytest.raises(ValueError, match=r"domain_sizes\['gpu'\] is 3; expected a divisor of the axis' size 4"):
