@@ -15,7 +15,7 @@ from jax_moe_lb.core.file_limits import FileLimits
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.plan_file import ARRAYS, read_arrays, write_arrays
 from jax_moe_lb.core.split import Split, kept, nearest_first, rows_of_all
-from jax_moe_lb.core.topology import Topology, check_total, home_experts_per_rank
+from jax_moe_lb.core.topology import Topology, check_tokens, home_experts_per_rank
 from jax_moe_lb.core.types import AnyArray, Counts, Load, host_iota, iota, namespace, pytree
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def plain_plan(counts: Counts, topology: Topology, slots: int | None = None) -> 
         The plan, as NumPy arrays if `counts` is one.
 
     Raises:
-        ValueError: `counts` is not `[R, E]`, `E` is not a multiple of `R`, `slots < L` or `slots > E`.
+        ValueError: `counts` is not `[R, E]` or negative, `E` is not a multiple of `R`, `slots < L` or `slots > E`.
 
     Examples:
         >>> import numpy as np
@@ -177,9 +177,9 @@ def plain_plan(counts: Counts, topology: Topology, slots: int | None = None) -> 
                [0, 0, 1, 3]], dtype=int32)
     """
     check_array("counts", counts, (...,), jnp.integer)
-    check_total(counts)
     if counts.ndim != 2 or counts.shape[0] != topology.num_ranks:
         raise ValueError(f"counts has shape {counts.shape}; expected [R, E] with R = {topology.num_ranks}")
+    check_tokens(counts)
     num_ranks, num_experts = counts.shape
     home = home_experts_per_rank(num_experts, num_ranks)
     slots = home if slots is None else slots

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jax_moe_lb.core.checks import Count, NonNegative, Positive, check_value, checked_fields, shown
 from jax_moe_lb.core.torus import has_limited_routing, slice_axes, torus_warning
-from jax_moe_lb.core.types import AnyArray
+from jax_moe_lb.core.types import Counts
 
 INT32_MAX = np.iinfo(np.int32).max
 
@@ -32,9 +32,14 @@ def check_domain(domain: int, num_ranks: int, argument: str = "domain") -> None:
         raise ValueError(f"{argument} is {domain}; expected a divisor of the {num_ranks} ranks")
 
 
-def check_total(counts: AnyArray) -> None:
-    """Check that the sum of host counts fits int32, the integer type of planning."""
+def check_tokens(counts: Counts) -> None:
+    """Check that host counts are at least 0 and that their sum fits int32, the integer type of planning."""
     # A larger sum would wrap around in int32. Traced counts are not checked.
+    if isinstance(counts, np.ndarray) and (counts < 0).any():
+        rank, expert = np.argwhere(counts < 0)[0]
+        raise ValueError(
+            f"counts of rank {rank}, expert {expert} is {counts[rank, expert]}; expected at least 0 tokens"
+        )
     # A sum of unsigned 64-bit counts can wrap around, too. float64 is exact far beyond int32.
     if isinstance(counts, np.ndarray) and (total := counts.sum(dtype=np.float64)) > INT32_MAX:
         raise ValueError(f"counts sum to {total:.0f} tokens; expected at most {INT32_MAX}")

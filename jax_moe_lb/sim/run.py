@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int, Num
 
 from jax_moe_lb.core.plan import imbalance, load, plain_plan
-from jax_moe_lb.core.topology import check_total
+from jax_moe_lb.core.topology import check_tokens
 from jax_moe_lb.core.types import State
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.sim.cluster import Cluster
@@ -433,9 +433,7 @@ def _checked(counts: Any, model: ModelShape, cluster: Cluster) -> Int[np.ndarray
     layers = counts.reshape(-1, *counts.shape[-2:])
     check_entries(*layers.shape)
     check_timeline(model.layers, cluster.num_ranks)
-    if layers.min() < 0:
-        raise ValueError(f"counts has an entry {layers.min()}; expected numbers of tokens, at least 0")
     for layer in layers:
-        check_total(layer)
-    # Planners count in int32; `check_total` has checked that the sums fit. No layer uses further counts.
+        check_tokens(layer)
+    # Planners count in int32; `check_tokens` has checked that the sums fit. No layer uses further counts.
     return layers[: model.layers].astype(np.int32)

@@ -180,6 +180,11 @@ def test_bad_counts_are_refused(counts, message):
         check_plan(plan, counts)
 
 
+def test_a_plan_of_negative_counts_is_refused():
+    with pytest.raises(ValueError, match="counts of rank 1, expert 0 is -1; expected at least 0 tokens"):
+        plain_plan(np.array([[3, 1], [-1, 0]], np.int32), Topology.flat(2))
+
+
 @pytest.mark.parametrize(
     ("shape", "slots", "message"),
     [
