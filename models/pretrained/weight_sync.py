@@ -24,11 +24,13 @@ class HeldTensors:
         self.shapes = {name: tuple(value.shape) for name, value in tensors.items()}
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise `ValueError` unless a tensor has the given shape and a dtype of floats."""
+        """Raise `ValueError` unless a tensor has the given shape and a dtype of floats without scales."""
         if self.shapes[name] != shape:
             raise ValueError(f"tensors: {name} has shape {list(self.shapes[name])}; expected {list(shape)}")
-        if not jnp.issubdtype(self.tensors[name].dtype, jnp.floating):
-            raise ValueError(f"tensors: {name} has dtype {self.tensors[name].dtype}; expected floats")
+        dtype = self.tensors[name].dtype
+        # Floats of 8 bits and fewer are stored with scales, which these layouts do not have.
+        if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize == 1:
+            raise ValueError(f"tensors: {name} has dtype {dtype}; expected floats of at least 16 bits")
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
         """Return a tensor, or a part of it."""

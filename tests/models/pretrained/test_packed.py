@@ -142,6 +142,10 @@ BOTH, DOWN, ONE = f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj", f"{EXPERTS}
         (lambda t: t.update({ONE: np.zeros((32, 64), np.float32)}), f"tensors: not of this model: {ONE}; expected"),
         (lambda t: t.update({BOTH: t[BOTH].swapaxes(1, 2)}), f"{BOTH} has shape [16, 48, 64]; expected [16, 64, 48]"),
         (lambda t: t.update({BOTH: t[BOTH].astype(np.int32)}), f"{BOTH} has dtype int32; expected floats"),
+        (
+            lambda t: t.update({BOTH: t[BOTH].astype(jnp.float8_e4m3fn)}),
+            f"{BOTH} has dtype float8_e4m3fn; expected floats of at least 16 bits",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_are_one_line(change, expected, all_devices):
