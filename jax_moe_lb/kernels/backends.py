@@ -232,6 +232,10 @@ def _name(device: Any) -> str:
     return f"{device.platform} {getattr(device, 'compute_capability', '')}".rstrip()
 
 
+def _no_cpu_call(product: Product) -> str | None:
+    return _misfit(product, (jnp.float32, jnp.float64, jnp.bfloat16)) if is_built("cpu") else NOT_INSTALLED
+
+
 def _no_tokamax(product: Product) -> str | None:
     if not has_tokamax():
         return NOT_INSTALLED
@@ -272,8 +276,8 @@ def _no_hopper(product: Product) -> str | None:
     return _misfit(product, (jnp.bfloat16, jnp.float16), (product.widths[0], product.widths[1], *product.parts))
 
 
-def _misfit(product: Product, dtypes: tuple[Any, ...], sizes: tuple[int, ...]) -> str | None:
-    # The kernels would compute float32 products in a lower precision.
+def _misfit(product: Product, dtypes: tuple[Any, ...], sizes: tuple[int, ...] = ()) -> str | None:
+    # The kernels of GPUs would compute float32 products in a lower precision.
     left, right = map(jnp.dtype, product.dtypes)
     if left != right or left not in dtypes:
         return f"operands are {left} and {right}; expected {' or '.join(jnp.dtype(dtype).name for dtype in dtypes)}"
@@ -412,7 +416,7 @@ BACKENDS = (
         "custom call",
         "cpu",
         why="built for cpu",
-        why_not=lambda _: None if is_built("cpu") else NOT_INSTALLED,
+        why_not=_no_cpu_call,
         matmul=_call_matmul,
         outer=_call_outer,
     ),
