@@ -6,11 +6,6 @@ from typing import Any
 import pytest
 
 
-def mostly_thorough(cases, everyday):
-    """Return cases, marked `thorough` except for those of `everyday`."""
-    return [case if case in everyday else pytest.param(case, marks=pytest.mark.thorough) for case in cases]
-
-
 def parametrize(names: str, usual: Iterable, further: Iterable = (), **options: Any) -> pytest.MarkDecorator:
     """Parametrize a test with usual cases, and with those of `further` that are not among them, marked `thorough`."""
     usual, is_single = list(usual), "," not in names

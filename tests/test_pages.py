@@ -16,7 +16,7 @@ import typer
 from jax_moe_lb.cli.app import UsageError, app
 from jax_moe_lb.cli.planning import balancer_names
 from jax_moe_lb.layer.systems import system_named, system_names
-from tests.marks import mostly_thorough
+from tests.marks import parametrize
 from tests.page_blocks import CHECKOUT, ELSEWHERE, Block, blocks, run_alone, same_output
 from tests.plain_environment import write_sitecustomize
 from tests.test_doctests import ROOMS
@@ -68,7 +68,7 @@ MODULES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", mostly_thorough(MODULES, {"pydantic", "models.config"}))
+@parametrize("module", ["pydantic", "models.config"], MODULES)
 def test_a_block_sees_only_what_it_needs(module, tmp_path):
     """The environment of these tests has all of them, and each block runs as after `pip install .`."""
     block = Block(ROOT / "page.md", 0, (), f"import {module}, jax_moe_lb\nprint('imported')\n", None)

@@ -54,7 +54,7 @@ from jax_moe_lb.core.checks import shown
 from jax_moe_lb.sim import Links
 from jax_moe_lb.transport import ExpertDomains
 from tests.layer_cases import make_mesh
-from tests.marks import mostly_thorough
+from tests.marks import parametrize
 
 MOST_S = 5.0
 
@@ -223,7 +223,7 @@ def accept(*args, **kwargs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("texts", mostly_thorough([TEXTS[::4], TEXTS], [TEXTS[::4]]), ids=["some values", "all values"])
+@parametrize("texts", [TEXTS[::4]], [TEXTS], ids=["some values", "all values"])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_options_of_commands(name, texts, tmp_path, monkeypatch, capsys, unchecked):
     monkeypatch.chdir(tmp_path)
@@ -502,7 +502,7 @@ NO_TOKENS = [((0, 8), None), ((4, 0, 8), routing.GroupLimit(2, 1)), ((0, 16, 8),
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", mostly_thorough(NO_TOKENS, NO_TOKENS[:2]))
+@parametrize("case", NO_TOKENS[:2], NO_TOKENS)
 def test_a_batch_without_tokens_has_no_loss(case):
     shape, limit = case
     router, losses = TopK(2, group_limit=limit), Losses(switch=1.0, sequence=1.0, z=1.0)

@@ -22,7 +22,7 @@ from jax_moe_lb.advise.search import Space
 from jax_moe_lb.cli.app import app
 from jax_moe_lb.nn import GradientResidual
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape
-from tests.marks import mostly_thorough
+from tests.marks import parametrize
 
 MODEL = ModelShape(1, 256, 512, 8, 2, 2048, shared_inner=128)
 LEVELS = Links("node", 2, 5e9, links=2, latency_s=1e-5), Links("gpu", 2, 50e9)
@@ -49,7 +49,7 @@ def run(code, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the system cannot balance")
-@pytest.mark.parametrize("case", mostly_thorough(CASES, {"expert domains"}))
+@parametrize("case", ["expert domains"], CASES)
 def test_the_program_makes_the_layer_that_was_simulated(case, monkeypatch, capsys):
     choice, model, options = CASES[case]
     found = run(program(choice, model, CLUSTER, **options), monkeypatch)
