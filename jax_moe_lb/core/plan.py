@@ -15,7 +15,7 @@ from jax_moe_lb.core.file_limits import FileLimits
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.plan_file import ARRAYS, read_arrays, write_arrays
 from jax_moe_lb.core.split import Split, kept, nearest_first, rows_of_all
-from jax_moe_lb.core.topology import Topology, check_tokens, home_experts_per_rank
+from jax_moe_lb.core.topology import Topology, check_host_counts, home_experts_per_rank
 from jax_moe_lb.core.types import AnyArray, Counts, Load, host_iota, iota, namespace, pytree
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def plain_plan(counts: Counts, topology: Topology, slots: int | None = None) -> 
     check_array("counts", counts, (...,), jnp.integer)
     if counts.ndim != 2 or counts.shape[0] != topology.num_ranks:
         raise ValueError(f"counts has shape {counts.shape}; expected [R, E] with R = {topology.num_ranks}")
-    check_tokens(counts)
+    check_host_counts(counts)
     num_ranks, num_experts = counts.shape
     home = home_experts_per_rank(num_experts, num_ranks)
     slots = home if slots is None else slots

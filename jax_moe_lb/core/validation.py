@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int
 
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.split import Split, rows_of_all
-from jax_moe_lb.core.topology import check_domain, check_tokens, home_experts_per_rank
+from jax_moe_lb.core.topology import check_domain, check_host_counts, home_experts_per_rank
 from jax_moe_lb.core.types import AnyArray, Counts, as_int32, host_iota, iota, namespace
 
 
@@ -26,7 +26,7 @@ def check_counts(counts: AnyArray) -> None:
         raise ValueError(f"counts has shape {counts.shape}; expected [R, E]")
     if not np.issubdtype(counts.dtype, np.integer):
         raise ValueError(f"counts has dtype {counts.dtype}; expected integers")
-    check_tokens(counts)
+    check_host_counts(counts)
 
 
 def check_plan(plan: Plan, counts: AnyArray, dynamic: AnyArray | None = None) -> None:

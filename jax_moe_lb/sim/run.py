@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int, Num
 
 from jax_moe_lb.core.plan import imbalance, load, plain_plan
-from jax_moe_lb.core.topology import check_tokens
+from jax_moe_lb.core.topology import check_host_counts
 from jax_moe_lb.core.types import State
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.sim.cluster import Cluster
@@ -434,6 +434,6 @@ def _checked(counts: Any, model: ModelShape, cluster: Cluster) -> Int[np.ndarray
     check_entries(*layers.shape)
     check_timeline(model.layers, cluster.num_ranks)
     for layer in layers:
-        check_tokens(layer)
-    # Planners count in int32; `check_tokens` has checked that the sums fit. No layer uses further counts.
+        check_host_counts(layer)
+    # Planners count in int32; `check_host_counts` has checked that the sums fit. No layer uses further counts.
     return layers[: model.layers].astype(np.int32)
