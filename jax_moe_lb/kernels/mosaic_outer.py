@@ -26,9 +26,10 @@ from jax_moe_lb.kernels.mosaic_api import (
     multiprocessors,
     swizzled,
 )
-from jax_moe_lb.kernels.mosaic_product import MAX_STAGES, SHARED_BYTES, for_part_of
+from jax_moe_lb.kernels.mosaic_product import MAX_STAGES, SHARED_BYTES
 from jax_moe_lb.kernels.mosaic_tiles import ALIGNMENT
 from jax_moe_lb.kernels.operands import RowGroups
+from jax_moe_lb.kernels.parts import for_part_of
 
 ROWS, MAX_COLUMNS = 128, 256
 """Largest tile of a result: each consumer has all rows and half of the columns, 128 registers of a thread."""

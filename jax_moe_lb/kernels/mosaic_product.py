@@ -28,6 +28,7 @@ from jax_moe_lb.kernels.mosaic_api import (
     swizzled,
 )
 from jax_moe_lb.kernels.mosaic_tiles import ALIGNMENT, RowTiles, place, row_tiles, tile_of_rows
+from jax_moe_lb.kernels.parts import for_part_of
 
 ROWS, CONSUMER_ROWS = 128, 64
 """Rows of a tile, and of one consumer."""
@@ -367,18 +368,6 @@ class _Kernel:
             mosaic_gpu.commit_smem()
             place = outs[-1].at[at[0], at[1], pl.ds(warpgroup * CONSUMER_ROWS, CONSUMER_ROWS)]
             mosaic_gpu.copy_smem_to_gmem(scratch.sums.at[warpgroup], place)
-
-
-def for_part_of(index: Array, parts: Sequence[Any], run: Callable[[Any, Array], None], axis: int = 0) -> None:
-    """Run a function of the array that contains an index, and of the index in it."""
-    if len(parts) == 1:
-        run(parts[0], index)
-        return
-    before = 0
-    for part in parts:
-        size = part.shape[axis]
-        pl.when((index >= before) & (index < before + size))(partial(run, part, index - before))
-        before += size
 
 
 def _store_rows(shared: Ref, out: Ref, row: Array, column: Array, begin: Array, end: Array) -> None:

@@ -4,7 +4,6 @@ It takes rows without a transposed copy, widths that are no multiples of its til
 those of home experts and replicas.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from jaxtyping import Array, Float
 
 from jax_moe_lb.core.types import DType, Ref, iota
 from jax_moe_lb.kernels.operands import RowGroups
+from jax_moe_lb.kernels.parts import for_part_of
 
 TILE = 128
 """Least width of operands and results."""
@@ -101,14 +101,3 @@ def _sum_of_tile(starts: Ref, ends: Ref, has_result: Ref, rows: Ref, others: Ref
         triton.store(out.at[at, of_rows, of_others], total.astype(out.dtype))
 
     pl.when(has_result[group] > 0)(lambda: for_part_of(group, outs, write))
-
-
-def for_part_of(group: Array, parts: tuple[Ref, ...], run: Callable[[Ref, Array], None]) -> None:
-    """Run a function of the array of a group and of the group's index in it."""
-    if len(parts) == 1:
-        run(parts[0], group)
-        return
-    before = 0
-    for part in parts:
-        pl.when((group >= before) & (group < before + part.shape[0]))(partial(run, part, group - before))
-        before += part.shape[0]

@@ -14,7 +14,8 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
 from jax_moe_lb.core.types import GroupSizes, Ref, iota
-from jax_moe_lb.kernels.triton_outer import TILE, Tile, for_part_of, tile_of
+from jax_moe_lb.kernels.parts import for_part_of
+from jax_moe_lb.kernels.triton_outer import TILE, Tile, tile_of
 
 PRODUCT = Tile(TILE, 256, 64, 8, 3)
 """128 KB of sums fit in the registers of 8 warps; three steps take 144 KB of shared memory."""
