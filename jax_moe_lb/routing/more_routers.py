@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb.core.checks import Count, NonNegative, checked_fields
 from jax_moe_lb.core.types import iota
-from jax_moe_lb.routing.routers import NO_EXPERT, Logits, Router, Routing, TokenInfo, TopK
+from jax_moe_lb.routing.routers import NO_EXPERT, Logits, Router, Routing, TokenInfo, TopK, TopKWrapper
 
 
 def capacity(factor: float, num_copies: int, num_experts: int) -> int:
@@ -192,7 +192,7 @@ class HashRouter(Router):
 
 @dataclass(frozen=True)
 @checked_fields
-class NoisyTopK(Router):
+class NoisyTopK(TopKWrapper):
     """Top-k router with normal noise on the logits for the selection of experts.
 
     The noise explores experts near the best. In training, pass a new `key` to the layer in each step. Without a key, as
@@ -227,14 +227,6 @@ class NoisyTopK(Router):
     router: TopK = field(default_factory=lambda: TopK(2))
     std: NonNegative = 0.1
 
-    def __post_init__(self) -> None:
-        self._inherit(self.router)
-
-    @property
-    def num_experts_per_tok(self) -> int:
-        """Number of experts per token, `K`."""
-        return self.router.num_experts_per_tok
-
     def __call__(self, logits: Logits, bias: Float[Array, "E"] | None = None, info: TokenInfo = TokenInfo()) -> Routing:
         """Route tokens by noisy scores.
 
@@ -250,12 +242,6 @@ class NoisyTopK(Router):
             return self.router(logits, bias, info)
         noise = self.std * jax.random.normal(info.key, logits.shape, logits.dtype)
         return self.router.with_experts(logits, self.router(logits + noise, bias, info).experts)
-
-    def with_experts(
-        self, logits: Logits, experts: Int[Array, "T K"], chosen: Bool[Array, "T K"] | None = None
-    ) -> Routing:
-        """Return the routing to given experts; see `TopK.with_experts`."""
-        return self.router.with_experts(logits, experts, chosen)
 
 
 def _hash(ids: Int[Array, "T"], seed: int) -> Array:

@@ -141,12 +141,6 @@ class Router:
             if getattr(self, name):
                 raise ValueError(f"{name} is True; expected False, as {type(self).__name__} would ignore it")
 
-    def _inherit(self, inner: "Router") -> None:
-        """Take the options of the wrapped router for options with default values."""
-        for name in ("selection_bias", "logit_bias", "capacity_factor", "scale_inputs"):
-            # A frozen dataclass rejects ordinary assignment.
-            object.__setattr__(self, name, getattr(self, name) or getattr(inner, name))
-
 
 def router_options(router: RouterFunction) -> Router:
     """Return the options of a router; the defaults for a plain function."""
@@ -350,9 +344,31 @@ def _log_scores(score: Callable[[Logits], Logits], logits: Logits) -> Logits:
     return jnp.log(score(logits))
 
 
+class TopKWrapper(Router):
+    """Base class of routers that select experts and leave `K`, weights and default options to a `TopK`."""
+
+    router: TopK
+
+    def __post_init__(self) -> None:
+        for name in ("selection_bias", "logit_bias", "capacity_factor", "scale_inputs"):
+            # A frozen dataclass rejects ordinary assignment.
+            object.__setattr__(self, name, getattr(self, name) or getattr(self.router, name))
+
+    @property
+    def num_experts_per_tok(self) -> int:
+        """Number of experts per token, `K`."""
+        return self.router.num_experts_per_tok
+
+    def with_experts(
+        self, logits: Logits, experts: Int[Array, "T K"], chosen: Bool[Array, "T K"] | None = None
+    ) -> Routing:
+        """Return the routing to given experts; see `TopK.with_experts`."""
+        return self.router.with_experts(logits, experts, chosen)
+
+
 @dataclass(frozen=True)
 @checked_fields
-class ForceBalanced(Router):
+class ForceBalanced(TopKWrapper):
     """Router sending tokens round robin to all experts, the "ideal" of the papers.
 
     Use it instead of the real router to measure the speed at perfect balance. Training with it is meaningless.
@@ -380,12 +396,7 @@ class ForceBalanced(Router):
     def __post_init__(self) -> None:
         if not self.router.selection_bias:
             self._refuse("selection_bias")
-        self._inherit(self.router)
-
-    @property
-    def num_experts_per_tok(self) -> int:
-        """Number of experts per token, `K`."""
-        return self.router.num_experts_per_tok
+        super().__post_init__()
 
     def __call__(self, logits: Logits, bias: Float[Array, "E"] | None = None, info: TokenInfo = TokenInfo()) -> Routing:
         """Route token copies round robin by the position of the token.
@@ -410,12 +421,6 @@ class ForceBalanced(Router):
         # The remainder first: a product with positions of many ranks may exceed int32.
         copy = position[:, None] % num_experts * per_tok + iota(per_tok)[None]
         return self.router.with_experts(logits, copy % num_experts)
-
-    def with_experts(
-        self, logits: Logits, experts: Int[Array, "T K"], chosen: Bool[Array, "T K"] | None = None
-    ) -> Routing:
-        """Return the routing to given experts; see `TopK.with_experts`."""
-        return self.router.with_experts(logits, experts, chosen)
 
 
 def mask_tokens(routing: Routing, mask: TokenMask) -> Routing:
