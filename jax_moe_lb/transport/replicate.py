@@ -22,7 +22,15 @@ from jax_moe_lb.collectives.expert_gather import (
     zero_sums,
 )
 from jax_moe_lb.collectives.local_processes import can_copy, can_copy_inside, warn_of_shared_processes
-from jax_moe_lb.collectives.peer_copy import Pending, Route, add_copies_at_home, join, native_platforms, start
+from jax_moe_lb.collectives.peer_copy import (
+    Pending,
+    Route,
+    add_copies_at_home,
+    join,
+    native_platforms,
+    rows_of_domain,
+    start,
+)
 from jax_moe_lb.collectives.ragged_all_to_all import Group
 from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.experts import Experts
@@ -331,8 +339,7 @@ def _of_domain(plan: Plan, topology: Topology) -> tuple[Wanted, Topology]:
     if inside is topology:
         return wanted, topology
     domain = jax.lax.axis_index(topology.expert_axes[: -len(inside.expert_axes)])
-    mine = jax.lax.dynamic_slice_in_dim(wanted, domain * plan.domain, plan.domain)
-    return jnp.where(mine < 0, -1, mine - domain * plan.domain * plan.num_home), inside
+    return rows_of_domain(wanted, plan.num_home, domain, plan.domain), inside
 
 
 @dataclass(frozen=True)
