@@ -19,6 +19,9 @@ from jax_moe_lb.core.quantities import rate, speed, time
 BASES = ("data sheet", "measured", "assumed")
 """Origins of a value."""
 
+PLATFORMS = {"nvidia": "cuda", "tpu": "tpu"}
+"""Platforms of the files that are the base of all others."""
+
 FOLDER = "devices"
 
 PRODUCTS = ("product", "transposed", "outer")
@@ -192,9 +195,15 @@ def recorded_tflops(capability: str, kind: str, kernel: RecordedKernel | None) -
     return None if recorded is None else speed(recorded) / 1e12
 
 
-def rated_devices() -> list[str]:
-    """List the kinds of devices with rates."""
-    return sorted(name for name, content in _files().items() if "base" in content)
+def rated_devices(platform: Literal["cuda", "tpu"] | None = None) -> list[str]:
+    """List the kinds of devices with rates, of one platform or of all (default)."""
+    rated = (name for name, content in _files().items() if "base" in content)
+    return sorted(name for name in rated if platform in (None, PLATFORMS[_root(name)]))
+
+
+def _root(name: str) -> str:
+    base = _files()[name].get("base")
+    return name if base is None else _root(base)
 
 
 def _merged(name: str) -> dict[str, Any]:

@@ -164,7 +164,7 @@ class ClusterSection(_Section):
 
 
 def _gpu_rates(kind: str) -> GpuRates:
-    gpus = [name for name in rated_devices() if not name.startswith(("v", "tpu"))]
+    gpus = rated_devices("cuda")
     if kind not in gpus:
         raise ValueError(f"device is {shown(kind)}; expected a GPU with rates: {', '.join(gpus)}")
     rates = device_rates(kind, "cuda")

@@ -11,6 +11,8 @@ GPUS = ("a100", "b200", "gb200", "h100", "h200")
 
 def test_devices_are_listed_and_read():
     assert rates.rated_devices() == sorted((*GPUS, "tpu7x", "v5e", "v5p", "v6e"))
+    assert rates.rated_devices("cuda") == sorted(GPUS)
+    assert rates.rated_devices("tpu") == ["tpu7x", "v5e", "v5p", "v6e"]
     for kind in rates.rated_devices():
         found = rates.device_rates(kind, "cuda" if kind in GPUS else "tpu")
         assert 0 < found.grouped["outer"] <= found.dense
