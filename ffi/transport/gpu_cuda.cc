@@ -1,8 +1,10 @@
 #include "ffi/transport/gpu_cuda.h"
 
 #include <algorithm>
+#include <chrono>
 #include <map>
 #include <string>
+#include <thread>
 
 namespace moe_lb::peer_cuda {
 namespace {
@@ -19,6 +21,25 @@ size_t Rounded(size_t words) {
 }
 
 }  // namespace
+
+Status Event::Await(double timeout_s, bool* is_late) const {
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point begin = Clock::now();
+  for (;;) {
+    // Poll, because cudaEventSynchronize has no time-out and would hang the program on a stuck device.
+    const cudaError_t state = cudaEventQuery(event_);
+    if (state != cudaErrorNotReady) return Cuda(state, "cudaEventQuery");
+    const Clock::duration waited = Clock::now() - begin;
+    *is_late = waited > std::chrono::duration<double>(timeout_s);
+    if (*is_late) return Ok();
+    // Yield at first, because a plan is on the critical path; then sleep to free the core.
+    if (waited < std::chrono::microseconds(200)) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  }
+}
 
 Status Gpu::Current(Gpu** gpu) {
   struct All {

@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -26,6 +27,23 @@ inline Status Cuda(cudaError_t error, const char* what) {
     if (Status bad_ = ::moe_lb::peer_cuda::Cuda((call), #call)) return bad_; \
   } while (false)
 
+// Sets the device of this thread, and restores it: the caller is Python's thread.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) : bad_(Cuda(cudaGetDevice(&before_), "cudaGetDevice")) {
+    if (!bad_) bad_ = Cuda(cudaSetDevice(device), "cudaSetDevice");
+  }
+  ~OnDevice() { static_cast<void>(cudaSetDevice(before_)); }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+  const Status& bad() const { return bad_; }
+
+ private:
+  int before_ = 0;
+  Status bad_;
+};
+
 // An event, destroyed with its owner. Timing is disabled because events with timing are slower.
 class Event {
  public:
@@ -43,6 +61,8 @@ class Event {
     return Ok();
   }
   cudaEvent_t get() const { return event_; }
+  // Waits on the host until the last record is complete, or sets `is_late` after the time-out.
+  Status Await(double timeout_s, bool* is_late) const;
 
  private:
   cudaEvent_t event_ = nullptr;

@@ -112,7 +112,8 @@ Status CheckShareable(const void* array, int device) {
   if (Status bad = driver.CheckBetweenProcesses()) return bad;
   CUdeviceptr begin = 0;
   size_t size = 0;
-  MOE_LB_CUDA(cudaSetDevice(device));
+  const OnDevice on_device(device);
+  if (on_device.bad()) return on_device.bad();
   MOE_LB_DRIVER("cuMemGetAddressRange", driver.address_range(&begin, &size, AsDevice(array)));
   PeerNote note;
   Descriptor descriptor;

@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstring>
+#include <memory>
 #include <string>
 
 #include "ffi/transport/gpu_cuda.h"
@@ -11,22 +12,9 @@
 namespace moe_lb::peer_cuda {
 namespace {
 
-// Sets the device of this thread, and restores it: the caller is Python's thread.
-class OnDevice {
- public:
-  explicit OnDevice(int device) : bad_(Cuda(cudaGetDevice(&before_), "cudaGetDevice")) {
-    if (!bad_) bad_ = Cuda(cudaSetDevice(device), "cudaSetDevice");
-  }
-  ~OnDevice() { static_cast<void>(cudaSetDevice(before_)); }
-
-  const Status& bad() const { return bad_; }
-
- private:
-  int before_ = 0;
-  Status bad_;
-};
-
-Status TryOne(MappedMemory* mapped, int64_t process, const SharedArray& array, int device, double timeout_s) {
+// Sets `is_late` if the copy has not ended within the time-out: it may still read the mapped memory.
+Status TryOne(MappedMemory* mapped, int64_t process, const SharedArray& array, int device, double timeout_s,
+              bool* is_late) {
   const std::byte* here = nullptr;
   if (Status bad = mapped->Find(process, array, sizeof(int32_t), device, timeout_s, &here)) return bad;
   Gpu* gpu = nullptr;
@@ -35,7 +23,9 @@ Status TryOne(MappedMemory* mapped, int64_t process, const SharedArray& array, i
   if (Status bad = gpu->Take(1, &resources)) return bad;
   *resources->host = -1;
   MOE_LB_CUDA(cudaMemcpyAsync(resources->host, here, sizeof(int32_t), cudaMemcpyDeviceToHost, gpu->fetches()));
-  MOE_LB_CUDA(cudaStreamSynchronize(gpu->fetches()));
+  MOE_LB_CUDA(cudaEventRecord(resources->tables.get(), gpu->fetches()));
+  if (Status bad = resources->tables.Await(timeout_s, is_late)) return bad;
+  if (*is_late) return Refuse("the copy did not end within ", timeout_s, " s; expected the device to make progress");
   if (*resources->host == process) return Ok();
   return Problem("copied " + std::to_string(*resources->host) + "; expected " + std::to_string(process), true);
 }
@@ -47,7 +37,7 @@ Status TryPeers(const std::vector<int64_t>& processes, const void* array, int de
   const OnDevice on_device(device);
   if (on_device.bad()) return on_device.bad();
   SharedMemory shared(&neighbours);
-  MappedMemory mapped(&neighbours);
+  auto mapped = std::make_unique<MappedMemory>(&neighbours);
   SharedArray own;
   if (const SocketResult sent = shared.Share(array, processes, timeout_s, &own); sent.problem) return sent.problem;
   PeerNote note;
@@ -64,7 +54,9 @@ Status TryPeers(const std::vector<int64_t>& processes, const void* array, int de
     Descriptor none;
     Status bad = neighbours.Await(process, PeerNote::kProbe, 0, timeout_s, "no array to try", &note, &none);
     std::memcpy(&other, note.handle, sizeof other);
-    if (!bad) bad = TryOne(&mapped, process, other, device, timeout_s);
+    bool is_late = false;
+    if (!bad) bad = TryOne(mapped.get(), process, other, device, timeout_s, &is_late);
+    if (is_late) static_cast<void>(mapped.release());
     if (bad)
       return At("device " + std::to_string(device) + " cannot copy from process " + std::to_string(process), *bad);
   }

@@ -1,4 +1,5 @@
 // Planners of GPU devices as kernels of the stream, without the host.
+#include <algorithm>
 #include <limits>
 #include <string>
 
@@ -96,9 +97,15 @@ Registrations PlanningKernelRegistrations() {
            {"moe_lb_plan_relay_kernel", kRelay}}};
 }
 
+// False also for sizes that no plan has.
+static bool AreSizes(int64_t ranks, int64_t experts, int64_t slots, int64_t domain) {
+  return std::min({ranks, experts, slots, domain}) >= 1 &&
+         experts <= std::numeric_limits<int32_t>::max() / slots / ranks;
+}
+
 bool ExactKernelFits(int64_t ranks, int64_t experts, int64_t slots, int64_t domain, double eps, bool localize) {
   device::ExactCall call = {};
-  if (experts * slots * ranks > std::numeric_limits<int32_t>::max()) return false;
+  if (!AreSizes(ranks, experts, slots, domain)) return false;
   call.all_ranks = static_cast<int>(ranks);
   call.all_experts = static_cast<int>(experts);
   call.all_slots = static_cast<int>(slots);
@@ -108,7 +115,7 @@ bool ExactKernelFits(int64_t ranks, int64_t experts, int64_t slots, int64_t doma
 }
 
 bool KernelFits(const std::string& planner, int64_t ranks, int64_t experts, int64_t slots, int64_t domain) {
-  if (experts * slots * ranks > std::numeric_limits<int32_t>::max()) return false;
+  if (!AreSizes(ranks, experts, slots, domain)) return false;
   const auto num_ranks = static_cast<size_t>(ranks), num_slots = static_cast<size_t>(slots);
   const device::EditCall plan =
       device::EditOf({nullptr, num_ranks, num_slots}, {nullptr, static_cast<size_t>(experts), num_ranks}, domain,

@@ -142,6 +142,21 @@ void ProbeVisible(int64_t rank, int64_t count) {
   if (bad) EXPECT(Has(*bad, "device 0 cannot copy from process 1: "));
 }
 
+// A device that does not get on ends the probe by the time-out; its copy may still read the memory, which stays mapped.
+void ProbeLate(int64_t rank, int64_t count) {
+  EXPECT_EQ(cudaSetDevice(0), cudaSuccess);
+  const Allocation memory = NewAllocation(4096, MemoryKind::kMapped);
+  const auto word = static_cast<int32_t>(rank);
+  std::memcpy(memory.begin, &word, sizeof word);
+  TheStandIn().fetch_us = rank == 0 ? 3'000'000 : 0;
+  const moe_lb::Status bad = moe_lb::peer_cuda::TryPeers(ProcessesUpTo(count), memory.begin, 0, 2);
+  EXPECT_EQ(bad.has_value(), rank == 0);
+  if (bad) EXPECT(Has(*bad, "cannot copy from process 1: the copy did not end within 2 s; expected the device to"));
+  EXPECT_EQ(NumMapped(), rank == 0 ? 1 : 0);
+  // Until the copy ends.
+  std::this_thread::sleep_for(std::chrono::seconds(rank == 0 ? 2 : 4));
+}
+
 // A word that is not there: memory of another kind of mapping, or stale memory.
 void ProbeStale(int64_t rank, int64_t count) {
   const moe_lb::Status bad = TryPeers(rank, count, rank + 40);
@@ -209,6 +224,7 @@ const ProcessParts kParts = {
     {"probe_visible", ProbeVisible},
     {"probe_stale", ProbeStale},
     {"probe_end", EndBeforeTheProbe},
+    {"probe_late", ProbeLate},
     {"tasks", CountTasks},
 };
 
@@ -219,8 +235,9 @@ const ProcessParts kParts = {
 int main(int argc, char** argv) {
   if (argc >= 4) return RunProcess(argv, kParts);
   const std::vector<std::pair<std::string, int64_t>> parts = {
-      {"probe", 3},     {"probe_mapped", 3}, {"probe_classic", 3}, {"probe_stale", 3}, {"probe_visible", 2},
-      {"probe_end", 2}, {"free", 2},         {"bounds", 2},        {"tasks", 2},       {"forget", 2},
+      {"probe", 3},         {"probe_mapped", 3}, {"probe_classic", 3}, {"probe_stale", 3},
+      {"probe_visible", 2}, {"probe_end", 2},    {"probe_late", 2},    {"free", 2},
+      {"bounds", 2},        {"tasks", 2},        {"forget", 2},
   };
   for (const auto& [part, count] : parts) {
     if (argc == 2) std::cout << part << " " << count << std::endl;

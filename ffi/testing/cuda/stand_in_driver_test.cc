@@ -8,6 +8,7 @@
 #include "ffi/common/driver_cuda.h"
 #include "ffi/common/status.h"
 #include "ffi/common/testing.h"
+#include "ffi/planning/handlers.h"
 #include "ffi/testing/cuda/copy_layer.h"
 #include "ffi/testing/cuda/layer_runs.h"
 #include "ffi/testing/cuda/memory.h"
@@ -82,6 +83,23 @@ void TheFirstFormOfBatchesCopies() {
   EXPECT(NumCalls("cuMemcpyBatchAsync") > 0);
 }
 
+// No plan has them, and a quotient of them would end the process.
+void SizesOfNoPlanFitNoKernel() {
+  EXPECT(moe_lb::ExactKernelFits(8, 64, 10, 8, 0.01, true));
+  EXPECT(moe_lb::KernelFits("ultraep", 8, 64, 10, 8) && moe_lb::KernelFits("relay", 8, 64, 10, 8));
+  for (const int64_t none : {int64_t{0}, int64_t{-8}, INT64_MAX}) {
+    EXPECT(!moe_lb::ExactKernelFits(none, 64, 10, 8, 0.01, true));
+    EXPECT(!moe_lb::ExactKernelFits(8, none, 10, 8, 0.01, true));
+    EXPECT(!moe_lb::ExactKernelFits(8, 64, none, 8, 0.01, true));
+    for (const char* const planner : {"ultraep", "relay"}) {
+      EXPECT(!moe_lb::KernelFits(planner, none, 64, 10, 8));
+      EXPECT(!moe_lb::KernelFits(planner, 8, none, 10, 8));
+      EXPECT(!moe_lb::KernelFits(planner, 8, 64, none, 8));
+      EXPECT(!moe_lb::KernelFits(planner, 8, 64, 10, none == INT64_MAX ? 0 : none));
+    }
+  }
+}
+
 // Without machine code, kernels need a driver as new as the toolkit.
 void KernelsNeedCodeOrANewDriver() {
   constexpr int kMajor = CUDART_VERSION / 1000;
@@ -118,7 +136,11 @@ void MemoryFreedByArrayIsNotShared() {
   for (const One& one : {One{2 << 20, MemoryKind::kClassic, true}, One{(2 << 20) - 256, MemoryKind::kClassic, false},
                          One{4096, MemoryKind::kMapped, true}, One{2 << 20, MemoryKind::kPool, false}}) {
     const Allocation memory = NewAllocation(one.size, one.kind);
+    EXPECT_EQ(cudaSetDevice(2), cudaSuccess);
     const moe_lb::Status bad = moe_lb::peer_cuda::CheckShareable(memory.begin + 8, 0);
+    int device = -1;
+    EXPECT_EQ(cudaGetDevice(&device), cudaSuccess);
+    EXPECT_EQ(device, 2);
     EXPECT_EQ(!bad, one.is_shared);
     const char* const why =
         one.kind == MemoryKind::kPool ? "cudaIpcGetMemHandle" : "frees memory of cudaMalloc array by";
@@ -181,6 +203,7 @@ int main(int argc, char** argv) {
       {"driver", AnOldDriverIsNamed},
       {"functions", AMissingDriverFunctionIsNamed},
       {"kernels", KernelsNeedCodeOrANewDriver},
+      {"sizes", SizesOfNoPlanFitNoKernel},
       {"peer_access", MissingPeerAccessIsNamed},
       {"shareable", MemoryFreedByArrayIsNotShared},
   };
