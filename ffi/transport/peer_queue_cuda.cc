@@ -1,6 +1,7 @@
 // Queues the copies of all devices of a rendezvous, on the thread of the last device to arrive.
 #include <cuda_runtime_api.h>
 
+#include <exception>
 #include <map>
 #include <set>
 #include <utility>
@@ -163,7 +164,13 @@ Status QueueTask(const PeerTable& table, const PeerTask& task, cudaStream_t stre
 
 // Runs on the thread of a device's copies, which sets its device for every call.
 void Copy(View<CallArguments> arguments, const CallRendezvous::Finish& finish) {
-  Status bad = CopyAll(arguments);
+  Status bad;
+  try {
+    bad = CopyAll(arguments);
+  } catch (const std::exception& error) {
+    // The rendezvous would end while the copies queued so far run.
+    bad = Problem(error.what(), true);
+  }
   const Status failed = RecordCopied(arguments);
   if (!bad) bad = failed;
   if (bad) WaitForAll(arguments);

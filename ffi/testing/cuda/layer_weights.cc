@@ -96,12 +96,15 @@ void ReuseHome(Gpu& gpu, const Weights& weights, std::atomic<int64_t>* wrong) {
   Launch(gpu.stream(), [weights, other] {
     for (const DeviceArray& array : weights.home) std::memset(array.data, other[0], array.size_bytes());
   });
+  // Longer than a copy.
+  Launch(gpu.stream(), [] { std::this_thread::sleep_for(std::chrono::milliseconds(50)); });
   Launch(gpu.stream(), [weights, other, wrong] {
     for (const DeviceArray& array : weights.slots) {
       const std::string bytes(static_cast<const char*>(array.data), array.size_bytes());
       wrong->fetch_add(bytes.find(other) != std::string::npos, std::memory_order_relaxed);
     }
   });
+  Synchronize(gpu.stream());
 }
 
 void UseMemoryAgain(Gpu& gpu, const Weights& weights, std::atomic<int64_t>* wrong) {

@@ -174,6 +174,7 @@ cudaError_t Enter(const char* name) {
   const int64_t call = function.calls.fetch_add(1, std::memory_order_relaxed);
   if (call < function.fails_from.load(std::memory_order_relaxed)) return cudaSuccess;
   if (call >= function.fails_until.load(std::memory_order_relaxed)) return cudaSuccess;
+  if (TheState().options.failures_throw) throw std::bad_alloc();
   const auto error = static_cast<cudaError_t>(function.error.load(std::memory_order_relaxed));
   // CUDA Runtime API, Error Handling, cudaGetLastError: of runtime calls "in the same instance of the CUDA Runtime
   // library in the host thread".

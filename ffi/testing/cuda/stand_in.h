@@ -29,7 +29,8 @@ struct StandIn {
   std::set<std::string> missing_functions;  // of the driver
   // Pairs (reader, owner) of the machine's devices without peer access.
   std::set<std::pair<int, int>> without_peer_access;
-  int64_t fetch_us = 0;  // duration of a copy to the host
+  int64_t fetch_us = 0;         // duration of a copy to the host
+  bool failures_throw = false;  // failed calls throw instead, as an allocation of the handlers between calls may
 };
 
 StandIn& TheStandIn();

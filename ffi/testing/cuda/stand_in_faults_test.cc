@@ -103,14 +103,16 @@ void HomeIsReusedAfterAllCopies() {
   Between between;
   between.reuses_home = true;
   TheStandIn().copy_us = 20000;
-  for (int64_t run = 1; run <= 4; ++run) {
+  for (int64_t run = 1; run <= 8; ++run) {
     FailCalls("cuMemcpyBatchAsync", 1 + run % 2, cudaErrorIllegalAddress);
+    TheStandIn().failures_throw = run > 4;
     for (const Ending& ending : RunOnce(layer, gpus, run, between)) EXPECT(!ending.ok);
     EXPECT_EQ(layer.num_wrong(), 0);
   }
   FailCalls("", 0, cudaSuccess);
+  TheStandIn().failures_throw = false;
   TheStandIn().copy_us = 0;
-  ExpectGoodRun(layer, gpus, 5);
+  ExpectGoodRun(layer, gpus, 9);
 }
 
 // One runtime call fails on one device: all devices fail soon, with its message, as an internal error, and the next
