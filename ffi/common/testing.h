@@ -2,6 +2,9 @@
 // is active with NDEBUG, which releases and sanitizer builds define.
 #pragma once
 
+#include <pthread.h>
+
+#include <cstddef>
 #include <cstdlib>
 #include <functional>
 #include <iostream>
@@ -21,6 +24,24 @@ void ExpectEqual(const A& a, const B& b, const char* what, const char* file, int
 inline void Expect(bool ok, const char* what, const char* file, int line) { ExpectEqual(ok, true, what, file, line); }
 
 namespace testing {
+
+// Makes starts of threads fail, by a default stack for which no machine has room.
+class NoThreads {
+ public:
+  NoThreads() {
+    pthread_attr_t huge;
+    const bool is_set = pthread_getattr_default_np(&before_) == 0 && pthread_attr_init(&huge) == 0 &&
+                        pthread_attr_setstacksize(&huge, size_t{1} << 60) == 0 &&
+                        pthread_setattr_default_np(&huge) == 0;
+    Expect(is_set, "the stack is set", __FILE__, __LINE__);
+  }
+  ~NoThreads() { static_cast<void>(pthread_setattr_default_np(&before_)); }
+  NoThreads(const NoThreads&) = delete;
+  NoThreads& operator=(const NoThreads&) = delete;
+
+ private:
+  pthread_attr_t before_;
+};
 
 inline bool Has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 

@@ -4,6 +4,8 @@
 #include <memory>
 #include <utility>
 
+#include "ffi/transport/start_thread.h"
+
 namespace moe_lb {
 
 Copier::Copier() : thread_([this] { Run(); }) {}
@@ -42,7 +44,7 @@ void Copier::Run() {
   }
 }
 
-Copier& Copiers::Of(int64_t device) {
+Status Copiers::Of(int64_t device, Copier** copier) {
   struct All {
     std::mutex mutex;
     std::map<int64_t, std::unique_ptr<Copier>> by_device;
@@ -51,9 +53,12 @@ Copier& Copiers::Of(int64_t device) {
   // jobs use.
   static All* const all = new All;
   const std::lock_guard<std::mutex> lock(all->mutex);
-  std::unique_ptr<Copier>& copier = all->by_device[device];
-  if (copier == nullptr) copier = std::make_unique<Copier>();
-  return *copier;
+  std::unique_ptr<Copier>& found = all->by_device[device];
+  if (found == nullptr) {
+    if (Status bad = StartThread([&] { found = std::make_unique<Copier>(); })) return bad;
+  }
+  *copier = found.get();
+  return Ok();
 }
 
 }  // namespace moe_lb

@@ -8,6 +8,8 @@
 #include <mutex>
 #include <thread>
 
+#include "ffi/common/status.h"
+
 namespace moe_lb {
 
 // Runs jobs one after the other, in the order of `Enqueue`, on its own thread, which sleeps if there are none.
@@ -35,7 +37,8 @@ class Copier {
 // outlives its call site, and one thread per call site would be hundreds.
 class Copiers {
  public:
-  static Copier& Of(int64_t device);
+  // Fails if a copier cannot be started.
+  static Status Of(int64_t device, Copier** copier);
 };
 
 }  // namespace moe_lb

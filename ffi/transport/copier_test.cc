@@ -27,10 +27,27 @@ void AnIdleCopierEnds() {
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
 }
 
+Copier* CopierOf(int64_t device) {
+  Copier* copier = nullptr;
+  EXPECT(!Copiers::Of(device, &copier));
+  return copier;
+}
+
 void ADeviceKeepsItsCopier() {
-  Copier* const first = &Copiers::Of(3);
-  EXPECT(first == &Copiers::Of(3));
-  EXPECT(first != &Copiers::Of(4));
+  Copier* const first = CopierOf(3);
+  EXPECT(first == CopierOf(3));
+  EXPECT(first != CopierOf(4));
+}
+
+void ACopierWithoutAThreadIsAFailure() {
+  {
+    const testing::NoThreads none;
+    Copier* copier = nullptr;
+    const Status bad = Copiers::Of(100, &copier);
+    EXPECT(bad && bad->is_internal && testing::Has(*bad, "no thread could be started: "));
+    EXPECT(CopierOf(3) != nullptr);
+  }
+  EXPECT(CopierOf(100) != nullptr);
 }
 
 // 64 devices, with several threads requesting the copier of each at once.
@@ -41,7 +58,7 @@ void ManyThreads() {
   for (int i = 0; i < kThreads; ++i) {
     threads.emplace_back([&] {
       for (int job = 0; job < kJobs; ++job) {
-        for (int device = 0; device < kDevices; ++device) Copiers::Of(device).Enqueue([&] { ++num_ran; });
+        for (int device = 0; device < kDevices; ++device) CopierOf(device)->Enqueue([&] { ++num_ran; });
       }
     });
   }
@@ -55,5 +72,6 @@ int main() {
   JobsRunInOrderAndBeforeTheEnd();
   AnIdleCopierEnds();
   ADeviceKeepsItsCopier();
+  ACopierWithoutAThreadIsAFailure();
   ManyThreads();
 }

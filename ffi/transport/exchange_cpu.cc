@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "ffi/common/handler.h"
 #include "ffi/transport/copier.h"
@@ -60,12 +61,17 @@ void ExchangeState::Exchange(View<Participant> participants, const ExchangeRende
     for (size_t rank = 0; rank < participants.size(); ++rank) Receive(work->view(), rank);
     return finish(Ok());
   }
+  // All copiers before the first job: a failure between jobs would free the buffers of those running.
+  std::vector<Copier*> copiers(participants.size());
+  for (size_t rank = 0; rank < participants.size(); ++rank) {
+    if (Status bad = Copiers::Of(participants[rank].device, &copiers[rank])) return finish(bad);
+  }
   // Set before the first job is enqueued, because it may finish before the next one is enqueued.
   work->num_left = participants.size();
   work->finish = finish;
   for (size_t rank = 0; rank < participants.size(); ++rank) {
     // Each receiver has its own copier, so only one thread writes to an output.
-    Copiers::Of(participants[rank].device).Enqueue([work, rank] {
+    copiers[rank]->Enqueue([work, rank] {
       Receive(work->view(), rank);
       // The decrement also orders memory: the thread reaching 0, and XLA after it, sees the copies of all others.
       if (--work->num_left == 0) work->finish(Ok());

@@ -37,7 +37,7 @@ void Copy(View<CallArguments> arguments, CallRendezvous::Finish finish) {
   if (Status bad = CheckEqualTables(shares)) return finish(bad);
   std::vector<PeerTask> tasks;
   if (Status bad = PlanTasks(shares[0], &tasks)) return finish(bad);
-  RunPeerTasks(std::move(tasks), PeerTable(shares), [finish] { finish(Ok()); });
+  if (Status bad = RunPeerTasks(std::move(tasks), PeerTable(shares), [finish] { finish(Ok()); })) finish(bad);
 }
 
 static void Sum(View<CallArguments> arguments, CallRendezvous::Finish finish) {
@@ -45,7 +45,8 @@ static void Sum(View<CallArguments> arguments, CallRendezvous::Finish finish) {
   if (Status bad = CheckEqualTables(shares)) return finish(bad);
   if (Status bad = CheckWanted(shares[0].wanted, shares[0].weights.num_home)) return finish(bad);
   // The dtypes belong to the program, which is the same on all devices, so those of rank 0 hold for all.
-  RunPeerSums(shares[0].wanted, arguments[0].numbers, PeerTable(shares), [finish] { finish(Ok()); });
+  const auto done = [finish] { finish(Ok()); };
+  if (Status bad = RunPeerSums(shares[0].wanted, arguments[0].numbers, PeerTable(shares), done)) finish(bad);
 }
 
 xf::TypeId Site::id = {};

@@ -10,12 +10,23 @@
 namespace moe_lb {
 namespace {
 
+// Returns the copier of each rank's device. Call it before the first job: a failure between jobs would free the memory
+// of those running.
+Status CopiersOf(const PeerTable& table, std::vector<Copier*>* copiers) {
+  copiers->resize(table.num_ranks());
+  for (size_t rank = 0; rank < copiers->size(); ++rank) {
+    if (Status bad = Copiers::Of(table.device(rank), &(*copiers)[rank])) return bad;
+  }
+  return Ok();
+}
+
 // State of a run, alive until the last task is complete.
 class Run : public std::enable_shared_from_this<Run> {
  public:
-  Run(std::vector<PeerTask> tasks, PeerTable table, std::function<void()> done)
+  Run(std::vector<PeerTask> tasks, PeerTable table, std::vector<Copier*> copiers, std::function<void()> done)
       : tasks_(std::move(tasks)),
         table_(std::move(table)),
+        copiers_(std::move(copiers)),
         done_(std::move(done)),
         unlocks_(tasks_.size()),
         num_waiting_(tasks_.size()),
@@ -37,7 +48,7 @@ class Run : public std::enable_shared_from_this<Run> {
   void Enqueue(size_t task) {
     // The receiver's copier does the copy, so only one thread writes the slots of a rank. The enqueued jobs keep the
     // run alive.
-    Copiers::Of(table_.device(tasks_[task].to_rank)).Enqueue([self = shared_from_this(), task] { self->Do(task); });
+    copiers_[tasks_[task].to_rank]->Enqueue([self = shared_from_this(), task] { self->Do(task); });
   }
 
   void Do(size_t task) {
@@ -59,6 +70,7 @@ class Run : public std::enable_shared_from_this<Run> {
 
   const std::vector<PeerTask> tasks_;
   const PeerTable table_;
+  const std::vector<Copier*> copiers_;  // by rank
   const std::function<void()> done_;
   std::vector<std::vector<size_t>> unlocks_;      // the tasks waiting for each task
   std::vector<std::atomic<size_t>> num_waiting_;  // number of tasks awaited by each task
@@ -80,30 +92,39 @@ void SumAtHome(MatrixView<const int32_t> wanted, const std::vector<PeerNumber>& 
 
 }  // namespace
 
-void RunPeerTasks(std::vector<PeerTask> tasks, PeerTable table, std::function<void()> done) {
-  // Without slots, no task would count down to `done`.
-  if (tasks.empty()) return done();
-  std::make_shared<Run>(std::move(tasks), std::move(table), std::move(done))->Start();
+Status RunPeerTasks(std::vector<PeerTask> tasks, PeerTable table, std::function<void()> done) {
+  std::vector<Copier*> copiers;
+  if (Status bad = CopiersOf(table, &copiers)) return bad;
+  if (tasks.empty()) {
+    // Without slots, no task would count down to `done`.
+    done();
+  } else {
+    std::make_shared<Run>(std::move(tasks), std::move(table), std::move(copiers), std::move(done))->Start();
+  }
+  return Ok();
 }
 
-void RunPeerSums(MatrixView<const int32_t> wanted, const std::vector<PeerNumber>& numbers, PeerTable table,
-                 std::function<void()> done) {
+Status RunPeerSums(MatrixView<const int32_t> wanted, const std::vector<PeerNumber>& numbers, PeerTable table,
+                   std::function<void()> done) {
   struct Sums {
     PeerTable table;
     std::vector<PeerNumber> numbers;
     std::function<void()> done;
     std::atomic<size_t> num_open;
   };
+  std::vector<Copier*> copiers;
+  if (Status bad = CopiersOf(table, &copiers)) return bad;
   const size_t num_ranks = table.num_ranks();
   const auto sums = std::shared_ptr<Sums>(new Sums{std::move(table), numbers, std::move(done), {num_ranks}});
   for (size_t rank = 0; rank < num_ranks; ++rank) {
     // The home's copier adds up all replicas of its experts. One writer and one order make the sums bitwise
     // reproducible.
-    Copiers::Of(sums->table.device(rank)).Enqueue([sums, wanted, rank] {
+    copiers[rank]->Enqueue([sums, wanted, rank] {
       SumAtHome(wanted, sums->numbers, sums->table, rank);
       if (--sums->num_open == 0) sums->done();
     });
   }
+  return Ok();
 }
 
 }  // namespace moe_lb

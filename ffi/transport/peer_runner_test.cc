@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "ffi/common/testing.h"
+#include "ffi/transport/copier.h"
 
 namespace {
 
@@ -51,13 +52,13 @@ struct Machine {
     std::vector<PeerTask> tasks;
     EXPECT(!PlanPeerTasks({wanted.data(), ranks, slots}, {relay.data(), ranks, slots}, table.weights(), &tasks));
     std::promise<void> done;
-    RunPeerTasks(std::move(tasks), table, [&done] { done.set_value(); });
+    EXPECT(!RunPeerTasks(std::move(tasks), table, [&done] { done.set_value(); }));
     done.get_future().wait();
   }
 
   void Sum() {
     std::promise<void> done;
-    RunPeerSums({wanted.data(), ranks, slots}, {PeerNumber::kF32}, Table(), [&done] { done.set_value(); });
+    EXPECT(!RunPeerSums({wanted.data(), ranks, slots}, {PeerNumber::kF32}, Table(), [&done] { done.set_value(); }));
     done.get_future().wait();
   }
 
@@ -102,6 +103,29 @@ void SumsComeHome() {
   for (size_t i = 0; i < machine.weights.size(); ++i) EXPECT_EQ(machine.weights[i], expected[i / machine.size]);
 }
 
+// The copier of device 0 runs, and the one of device 1 cannot be started: the memory is free at once.
+void AMissingCopierStopsAllTasks() {
+  Copier* first = nullptr;
+  EXPECT(!Copiers::Of(0, &first));
+  Machine machine(2, 1, 1, 1000, 2);
+  machine.wanted = {1, 0};
+  const PeerTable table = machine.Table();
+  std::vector<PeerTask> tasks;
+  EXPECT(!PlanPeerTasks({machine.wanted.data(), 2, 1}, {machine.relay.data(), 2, 1}, table.weights(), &tasks));
+  const auto done = [] { EXPECT(false); };
+  {
+    const testing::NoThreads none;
+    EXPECT(RunPeerTasks(tasks, table, done));
+    EXPECT(RunPeerSums({machine.wanted.data(), 2, 1}, {PeerNumber::kF32}, table, done));
+  }
+  std::promise<void> idle;
+  first->Enqueue([&idle] { idle.set_value(); });
+  idle.get_future().wait();
+  for (const float copy : machine.copies) EXPECT_EQ(copy, -7.0f);
+  machine.Copy();
+  machine.Check();
+}
+
 void TablesMustAgree() {
   Machine a(2, 1, 1, 1, 1), b(2, 1, 1, 1, 1);
   b.wanted[1] = 0;
@@ -115,6 +139,7 @@ void TablesMustAgree() {
 }  // namespace
 
 int main() {
+  AMissingCopierStopsAllTasks();
   RandomPlansWithRandomRelays();
   SumsComeHome();
   TablesMustAgree();

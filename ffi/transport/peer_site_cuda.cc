@@ -1,8 +1,6 @@
 #include "ffi/transport/peer_site_cuda.h"
 
 #include <algorithm>
-#include <chrono>
-#include <thread>
 
 #include "ffi/transport/copier.h"
 
@@ -145,26 +143,12 @@ Status QueueFetch(cudaStream_t stream, const int32_t* place, const std::vector<V
 
 // Waits until the fetch recorded by `resources->tables` is complete: microseconds, unless the device lags behind.
 static Outcome WaitForHost(const LaunchResources& resources, const PeerAttributes& attributes, int64_t device) {
-  using Clock = std::chrono::steady_clock;
-  const Clock::time_point begin = Clock::now();
-  const std::chrono::duration<double> patience(attributes.timeout_s);
-  for (;;) {
-    // Poll, because cudaEventSynchronize has no time-out and would hang the program on a stuck device.
-    const cudaError_t state = cudaEventQuery(resources.tables.get());
-    if (state != cudaErrorNotReady) return {Cuda(state, "cudaEventQuery"), false};
-    const Clock::duration waited = Clock::now() - begin;
-    if (waited > patience) {
-      return {Refuse("device ", device, " did not bring its tables to the host within ", attributes.timeout_s,
-                     " s; expected it to make progress"),
-              true};
-    }
-    // Yield at first, because a plan is on the critical path; then sleep to free the core.
-    if (waited < std::chrono::microseconds(200)) {
-      std::this_thread::yield();
-    } else {
-      std::this_thread::sleep_for(std::chrono::microseconds(50));
-    }
-  }
+  bool is_late = false;
+  const Status bad = resources.tables.Await(attributes.timeout_s, &is_late);
+  if (!is_late) return {bad, false};
+  return {Refuse("device ", device, " did not bring its tables to the host within ", attributes.timeout_s,
+                 " s; expected it to make progress"),
+          true};
 }
 
 void Abandon(Site* site, const CallArguments& arguments, const Outcome& outcome) {
@@ -174,7 +158,9 @@ void Abandon(Site* site, const CallArguments& arguments, const Outcome& outcome)
 
 void MeetWhenFetched(const std::shared_ptr<Site>& site, xf::RunId run, int32_t device, CallArguments arguments,
                      Show show) {
-  Copiers::Of(device).Enqueue([=, arguments = std::move(arguments), show = std::move(show)]() mutable {
+  Copier* copier = nullptr;
+  if (Status bad = Copiers::Of(device, &copier)) return Abandon(site.get(), arguments, {bad, false});
+  copier->Enqueue([=, arguments = std::move(arguments), show = std::move(show)]() mutable {
     // A new thread starts on device 0, where the first call would make a context: hundreds of megabytes.
     Outcome fetched = {Cuda(cudaSetDevice(arguments.resources->gpu->device()), "cudaSetDevice"), false};
     if (!fetched.failure) fetched = WaitForHost(*arguments.resources, site->attributes, device);

@@ -2,6 +2,8 @@
 
 #include <sstream>
 
+#include "ffi/transport/start_thread.h"
+
 namespace moe_lb {
 
 namespace {
@@ -25,7 +27,8 @@ Status CheckOptions(const RendezvousOptions& options) {
   if (!(options.timeout.count() > 0 && options.timeout.count() <= 1e6)) {
     return Refuse("timeout_s is ", options.timeout.count(), "; expected above 0 and at most 1e6");
   }
-  return Ok();
+  // The first generation would start it under a lock.
+  return StartThread([] { static_cast<void>(Watchdog::OfProcess()); });
 }
 
 std::string MissingMessage(const RendezvousOptions& options, const std::vector<int64_t>& missing) {

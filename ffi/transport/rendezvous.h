@@ -1,12 +1,14 @@
 // Rendezvous of the shards of one program, each on its own thread, at a call site.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <deque>
 #include <exception>
 #include <functional>
 #include <future>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -44,7 +46,7 @@ struct RendezvousOptions {
   std::chrono::duration<double> timeout;  // from the first arrival of a generation, above 0
 };
 
-// Returns a failure if an option is out of range.
+// Returns a failure if an option is out of range, or if the watchdog cannot be started.
 Status CheckOptions(const RendezvousOptions& options);
 
 // "SITE: rank 2 of 8 did not arrive within 60 s; missing ranks: 2 5"
@@ -77,7 +79,7 @@ class Rendezvous {
 
   // Action of a generation. `arguments` is in rank order and lives until `finish` is called. Call `finish` once when
   // the action is complete, before `act` returns or later on a thread outside XLA. If `act` throws, the generation
-  // fails.
+  // fails at once, and XLA reuses the memory of all: it must throw before it starts work on other threads or streams.
   using Act = std::function<void(View<CallArguments> arguments, Finish finish)>;
 
   // The options must have passed CheckOptions.
@@ -155,7 +157,7 @@ class Rendezvous {
     std::shared_ptr<Lane> Join(const Arrival& who);                  // with the lock held
     std::shared_ptr<Lane> Open(const Key& key, int64_t generation);  // with the lock held
     void Meet(const std::shared_ptr<Lane>& lane, size_t last_rank);
-    static void Settle(std::vector<Done> dones, const Outcome& outcome);
+    Outcome Settle(const std::vector<Done>& dones, const Outcome& outcome) const;
     void EndLate(const std::shared_ptr<Lane>& lane);
     void End(const std::shared_ptr<Lane>& lane, const Outcome& outcome);
     void Forget(const Lane& lane);    // with the lock held
@@ -275,20 +277,24 @@ void Rendezvous<CallArguments>::Shared::Meet(const std::shared_ptr<Lane>& lane, 
 
 template <typename CallArguments>
 void Rendezvous<CallArguments>::Shared::EndLate(const std::shared_ptr<Lane>& lane) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  // The watchdog and the last rank race under the lock. If the lane is complete here, the deadline has no effect; else
-  // the last rank finds `late` set and does not act.
-  if (lane->IsComplete() || lane->late) return;
-  std::vector<int64_t> missing;
-  Status refusal;
-  for (size_t rank = 0; rank < lane->here.size(); ++rank) {
-    if (!lane->here[rank]) missing.push_back(static_cast<int64_t>(rank));
-    if (!refusal && lane->refusals[rank]) refusal = At(options.site, *lane->refusals[rank]);
+  std::vector<Done> dones;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    // The watchdog and the last rank race under the lock. If the lane is complete here, the deadline has no effect;
+    // else the last rank finds `late` set and does not act.
+    if (lane->IsComplete() || lane->late) return;
+    std::vector<int64_t> missing;
+    Status refusal;
+    for (size_t rank = 0; rank < lane->here.size(); ++rank) {
+      if (!lane->here[rank]) missing.push_back(static_cast<int64_t>(rank));
+      if (!refusal && lane->refusals[rank]) refusal = At(options.site, *lane->refusals[rank]);
+    }
+    // A refusal takes precedence over the missing ranks, which may be missing because they failed too.
+    lane->late = refusal ? Outcome{refusal, false} : Outcome{MissingMessage(options, missing), true};
+    RememberFailed(*lane);
+    dones.swap(lane->dones);
   }
-  // A refusal takes precedence over the missing ranks, which may be missing because they failed too.
-  lane->late = refusal ? Outcome{refusal, false} : Outcome{MissingMessage(options, missing), true};
-  RememberFailed(*lane);
-  Settle(std::move(lane->dones), *lane->late);
+  static_cast<void>(Settle(dones, *lane->late));
 }
 
 template <typename CallArguments>
@@ -304,15 +310,25 @@ void Rendezvous<CallArguments>::Shared::End(const std::shared_ptr<Lane>& lane, c
     if (lane->acting_thread == std::this_thread::get_id()) own.swap(dones[lane->last_rank]);
     Forget(*lane);
   }
-  Settle(std::move(dones), outcome);
-  if (own) own(outcome);
+  const Outcome settled = Settle(dones, outcome);
+  if (own) own(settled);
 }
 
+// Calls each `done` on a thread of its own. Without these threads all ranks fail, on this one: a failed program runs no
+// further operations, which could wait for another rank. Call it without the lock. Returns the outcome of all.
 template <typename CallArguments>
-void Rendezvous<CallArguments>::Shared::Settle(std::vector<Done> dones, const Outcome& outcome) {
-  for (Done& done : dones) {
-    if (done) Settlers::OfProcess().Run([done = std::move(done), outcome] { done(outcome); });
+Outcome Rendezvous<CallArguments>::Shared::Settle(const std::vector<Done>& dones, const Outcome& outcome) const {
+  std::vector<std::function<void()>> jobs;
+  for (const Done& done : dones) {
+    if (done) jobs.push_back([done, outcome] { done(outcome); });
   }
+  const Status bad = Settlers::OfProcess().Run(std::move(jobs));
+  if (!bad) return outcome;
+  const Outcome failed = outcome.failure ? outcome : Outcome{At(options.site, *bad), false};
+  for (const Done& done : dones) {
+    if (done) done(failed);
+  }
+  return failed;
 }
 
 template <typename CallArguments>
@@ -352,12 +368,14 @@ std::optional<Outcome> Rendezvous<CallArguments>::Shared::FailureOf(int64_t run_
 
 template <typename CallArguments>
 void Rendezvous<CallArguments>::Shared::FailRun(int64_t run_id, const Outcome& outcome) {
+  const Outcome failure = {At(options.site, *outcome.failure), outcome.timed_out};
   std::vector<Watchdog::Ticket> deadlines;
+  std::vector<Done> dones;
   {
     const std::lock_guard<std::mutex> lock(mutex);
     // Keep the first failure: it causes the later ones.
     if (FailureOf(run_id)) return;
-    failed_runs.emplace_back(run_id, Outcome{At(options.site, *outcome.failure), outcome.timed_out});
+    failed_runs.emplace_back(run_id, failure);
     if (failed_runs.size() > kMaxFailed) failed_runs.pop_front();
     for (auto group = groups.begin(); group != groups.end();) {
       if (group->first.first != run_id) {
@@ -368,14 +386,15 @@ void Rendezvous<CallArguments>::Shared::FailRun(int64_t run_id, const Outcome& o
         for (const std::shared_ptr<Lane>& lane : generation.lanes) {
           // A complete lane is acting and ends by itself.
           if (lane->IsComplete() || lane->late) continue;
-          lane->late = failed_runs.back().second;
+          lane->late = failure;
           deadlines.push_back(lane->deadline);
-          Settle(std::move(lane->dones), *lane->late);
+          std::move(lane->dones.begin(), lane->dones.end(), std::back_inserter(dones));
         }
       }
       group = groups.erase(group);
     }
   }
+  static_cast<void>(Settle(dones, failure));
   // Cancel without the lock: the deadline may own the last reference to a generation.
   for (const Watchdog::Ticket& deadline : deadlines) Watchdog::OfProcess().Cancel(deadline);
 }

@@ -1,9 +1,12 @@
 #include "ffi/transport/rendezvous.h"
 
 #include <atomic>
+#include <functional>
 #include <numeric>
 #include <random>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "ffi/common/testing.h"
 #include "ffi/transport/copier.h"
@@ -27,9 +30,15 @@ void Sum(View<Number> arguments, const NumberRendezvous::Finish& finish) {
   finish(Ok());
 }
 
+void OnCopier(int64_t device, std::function<void()> job) {
+  Copier* copier = nullptr;
+  EXPECT(!Copiers::Of(device, &copier));
+  copier->Enqueue(std::move(job));
+}
+
 // The same on another thread.
 void SumLater(View<Number> arguments, const NumberRendezvous::Finish& finish) {
-  Copiers::Of(0).Enqueue([arguments, finish] { Sum(arguments, finish); });
+  OnCopier(0, [arguments, finish] { Sum(arguments, finish); });
 }
 
 RendezvousOptions Options(int64_t num_ranks, double timeout_s = 60, int64_t num_lanes = 1) {
@@ -116,14 +125,45 @@ void ALongChainStaysFlat() {
                         EXPECT(!outcome.failure);
                         EXPECT_EQ(sums[rank], 2 * generation);
                         // As XLA does: never deeper than one callback.
-                        Copiers::Of(rank).Enqueue([&next, rank, generation] { next(rank, generation + 1); });
+                        OnCopier(rank, [&next, rank, generation] { next(rank, generation + 1); });
                       });
   };
-  Copiers::Of(0).Enqueue([&] { next(0, 0); });
-  Copiers::Of(1).Enqueue([&] { next(1, 0); });
+  OnCopier(0, [&] { next(0, 0); });
+  OnCopier(1, [&] { next(1, 0); });
   over[0].get_future().get();
   over[1].get_future().get();
   EXPECT_EQ(rendezvous.num_open(), 0U);
+}
+
+// Without threads to call back, all ranks fail, those whose copies are done too; and with a late or a failed
+// generation.
+void WithoutThreadsAllFail() {
+  NumberRendezvous rendezvous(Options(2, 0.2), Sum);
+  const testing::NoThreads none;
+  int64_t sum = 0;
+  std::vector<Outcome> outcomes;
+  const auto arrive = [&](int64_t run, int64_t rank) {
+    rendezvous.Arrive({run, rank, 0, rank}, {1, &sum}, Ok(), [&](const Outcome& outcome) {
+      EXPECT(outcome.failure);
+      outcomes.push_back(outcome);
+    });
+  };
+  arrive(0, 0);
+  arrive(0, 1);
+  EXPECT_EQ(outcomes.size(), 2u);
+  for (const Outcome& outcome : outcomes) {
+    EXPECT(testing::Has(*outcome.failure, "rendezvous: no thread could be started: "));
+  }
+  arrive(1, 0);
+  rendezvous.FailRun(1, {Refuse("refused"), false});
+  EXPECT_EQ(*outcomes.at(2).failure, std::string("rendezvous: refused"));
+  // On the watchdog's thread, which then has no thread to give it to.
+  std::promise<void> late;
+  rendezvous.Arrive({2, 0, 0, 0}, {1, &sum}, Ok(), [&](const Outcome& outcome) {
+    EXPECT(outcome.timed_out);
+    late.set_value();
+  });
+  late.get_future().get();
 }
 
 void OneRefusalFailsAll(int64_t num_ranks) {
@@ -312,6 +352,9 @@ void AFailedRunEndsForAll() {
 }  // namespace
 
 int main() {
+  // First: no thread is idle.
+  EXPECT(!CheckOptions(Options(2)));
+  WithoutThreadsAllFail();
   AFailedRunEndsForAll();
   EveryGenerationMeetsItsOwn(8, 8, 200, Sum);
   EveryGenerationMeetsItsOwn(8, 2, 200, SumLater);

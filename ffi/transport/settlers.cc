@@ -4,6 +4,8 @@
 #include <thread>
 #include <utility>
 
+#include "ffi/transport/start_thread.h"
+
 namespace moe_lb {
 
 Settlers& Settlers::OfProcess() {
@@ -12,22 +14,22 @@ Settlers& Settlers::OfProcess() {
   return *settlers;
 }
 
-void Settlers::Run(std::function<void()> job) {
-  bool start = false;
+Status Settlers::Run(std::vector<std::function<void()>> jobs) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    jobs_.push_back(std::move(job));
-    // A notified thread counts as idle, and its job as open, until it holds the lock. With more jobs than idle threads,
-    // start a thread: else a job would wait for another to end, and may wait forever for a job not started yet.
-    start = jobs_.size() > num_idle_;
-    if (start) ++num_threads_;
+    for (size_t more = 1; more <= jobs.size(); ++more) {
+      // A notified thread counts as idle, and its job as open, until it holds the lock. With more jobs than idle
+      // threads, start a thread: else a job would wait for another to end, and may wait forever for a job not started
+      // yet.
+      if (jobs_.size() + more <= num_idle_) continue;
+      // Detached, because a job of a hanging program does not end and could not be joined.
+      if (Status bad = StartThread([this] { std::thread([this] { Work(); }).detach(); })) return bad;
+      ++num_threads_;
+    }
+    for (auto& job : jobs) jobs_.push_back(std::move(job));
   }
-  if (start) {
-    // Detached, because a job of a hanging program does not end and could not be joined.
-    std::thread([this] { Work(); }).detach();
-  } else {
-    changed_.notify_one();
-  }
+  for (size_t i = 0; i < jobs.size(); ++i) changed_.notify_one();
+  return Ok();
 }
 
 size_t Settlers::num_threads() const {

@@ -7,6 +7,9 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <vector>
+
+#include "ffi/common/status.h"
 
 namespace moe_lb {
 
@@ -26,8 +29,8 @@ class Settlers {
 
   explicit Settlers(std::chrono::milliseconds longest_idle) : longest_idle_(longest_idle) {}
 
-  // Returns at once. A job must not throw; it may block.
-  void Run(std::function<void()> job);
+  // Returns at once. A job must not throw; it may block. Fails, and runs no job, if a thread cannot be started.
+  Status Run(std::vector<std::function<void()>> jobs);
 
   size_t num_threads() const;
 

@@ -23,11 +23,11 @@ void JobsMayWaitForEachOther() {
     for (int i = 0; i < kJobs; ++i) {
       auto end = std::make_shared<std::promise<void>>();
       ends.push_back(end->get_future());
-      Settlers::OfProcess().Run([=] {
+      EXPECT(!Settlers::OfProcess().Run({[=] {
         if (++*num_here == kJobs) all_here->set_value();
         here.wait();
         end->set_value();
-      });
+      }}));
     }
     for (auto& end : ends) end.wait();
   }
@@ -42,7 +42,7 @@ void AnIdleThreadIsUsedAndEnds() {
   static auto* const settlers = new Settlers(milliseconds(500));
   for (int job = 0; job < 3; ++job) {
     std::promise<void> end;
-    settlers->Run([&] { end.set_value(); });
+    EXPECT(!settlers->Run({[&] { end.set_value(); }}));
     end.get_future().get();
     std::this_thread::sleep_for(milliseconds(100));
     EXPECT_EQ(settlers->num_threads(), 1u);
@@ -51,9 +51,23 @@ void AnIdleThreadIsUsedAndEnds() {
   EXPECT_EQ(settlers->num_threads(), 0u);
 }
 
+void WithoutThreadsNoJobRuns() {
+  static auto* const settlers = new Settlers(std::chrono::milliseconds(500));
+  {
+    const moe_lb::testing::NoThreads none;
+    const moe_lb::Status bad = settlers->Run({[] { EXPECT(false); }});
+    EXPECT(bad && bad->is_internal && moe_lb::testing::Has(*bad, "no thread could be started: "));
+    EXPECT_EQ(settlers->num_threads(), 0u);
+  }
+  std::promise<void> end;
+  EXPECT(!settlers->Run({[&] { end.set_value(); }}));
+  end.get_future().get();
+}
+
 }  // namespace
 
 int main() {
   JobsMayWaitForEachOther();
   AnIdleThreadIsUsedAndEnds();
+  WithoutThreadsNoJobRuns();
 }
