@@ -120,10 +120,10 @@ def in_domain(table: Wanted, per_rank: int, route: Route) -> Int[Array, "M P"]:
     return rows_of_domain(table, per_rank, jax.lax.axis_index(route.axis_name) // route.domain, route.domain)
 
 
-def rows_of_domain(table: Wanted, per_rank: int, domain: Array, num_ranks: int) -> Int[Array, "M P"]:
-    """Return the table rows of a domain of this many ranks, renumbered from the first rank of the domain."""
-    first = domain * num_ranks
-    mine = jax.lax.dynamic_slice_in_dim(table, first, num_ranks)
+def rows_of_domain(table: Wanted, per_rank: int, domain: Array, size: int) -> Int[Array, "M P"]:
+    """Return the table rows of a domain of `size` ranks, renumbered from the first rank of the domain."""
+    first = domain * size
+    mine = jax.lax.dynamic_slice_in_dim(table, first, size)
     return jnp.where(mine < 0, -1, mine - first * per_rank)
 
 

@@ -58,7 +58,6 @@ def speed(value: object) -> float:
 
 
 def _parsed(value: object, units: dict[str, Fraction], expected: str, least: float | None = None) -> float:
-    """Parse a quantity into its base unit."""
     # It must be above `least`, or at least 0 if `least` is None.
     # -1 marks unreadable values, so that all mistakes end in the one message below.
     found = re.fullmatch(rf"\s*({NUMBER})\s*([A-Za-z/]{{1,10}})\s*", value) if isinstance(value, str) else None
