@@ -190,13 +190,10 @@ def _grouped_form(
     parts = {id(shape): shape for shape in grouped if shape.dims[1:] == weights.dims[1:]}.values()
     groups, nbytes = sum(shape.dims[0] for shape in parts), sum(shape.nbytes for shape in parts)
     flat = [shape for shape in operands if len(shape.dims) == 2]
-    rows = max((max(shape.dims) for shape in flat), default=1) if flat else 1
-    widths = {inner, outer}
-    sides = [set(shape.dims) - widths for shape in flat]
-    rows = max((size for side in sides for size in side), default=rows)
+    rows = max((max(shape.dims) for shape in flat), default=1)
+    rows = max((size for shape in flat for size in set(shape.dims) - {inner, outer}), default=rows)
     dtype = flat[0].dtype if flat else weights.dtype
-    is_outer = any(len(shape.dims) == 3 for shape in results)
-    if is_outer:
+    if any(len(shape.dims) == 3 for shape in results):
         return ProductForm("outer", kernel, dtype, rows, outer, groups, nbytes)
     result = max(results, key=lambda shape: shape.nbytes)
     is_transposed = inner != outer and inner in result.dims and outer not in result.dims
