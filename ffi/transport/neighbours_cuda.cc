@@ -7,6 +7,8 @@
 #include <cerrno>
 #include <vector>
 
+#include "ffi/transport/start_thread.h"
+
 namespace moe_lb {
 namespace {
 
@@ -40,7 +42,11 @@ Status Neighbours::Listen(std::string* address) {
     wake_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     if (!wake_) return OutcomeOf("eventfd", errno).problem;
     listening_ = std::move(socket);
-    std::thread([this] { Watch(); }).detach();
+    if (Status bad = StartThread([this] { std::thread([this] { Watch(); }).detach(); })) {
+      // The next call tries again.
+      listening_ = Descriptor();
+      return bad;
+    }
   }
   *address = address_;
   return Ok();

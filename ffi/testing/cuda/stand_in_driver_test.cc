@@ -14,6 +14,7 @@
 #include "ffi/testing/cuda/memory.h"
 #include "ffi/testing/cuda/stand_in.h"
 #include "ffi/transport/mapped_memory_cuda.h"
+#include "ffi/transport/neighbours_cuda.h"
 #include "ffi/transport/peer_probe_cuda.h"
 
 namespace {
@@ -81,6 +82,17 @@ void TheFirstFormOfBatchesCopies() {
   const auto gpus = Gpus(4);
   ExpectGoodRun(copies, gpus, 1);
   EXPECT(NumCalls("cuMemcpyBatchAsync") > 0);
+}
+
+void ListeningNeedsAThread() {
+  std::string address;
+  {
+    const NoThreads none;
+    const moe_lb::Status bad = moe_lb::Neighbours::OfProcess().Listen(&address);
+    EXPECT(bad && Has(*bad, "no thread could be started: "));
+  }
+  EXPECT(!moe_lb::Neighbours::OfProcess().Listen(&address));
+  EXPECT(!address.empty());
 }
 
 // No plan has them, and a quotient of them would end the process.
@@ -204,6 +216,7 @@ int main(int argc, char** argv) {
       {"functions", AMissingDriverFunctionIsNamed},
       {"kernels", KernelsNeedCodeOrANewDriver},
       {"sizes", SizesOfNoPlanFitNoKernel},
+      {"listen", ListeningNeedsAThread},
       {"peer_access", MissingPeerAccessIsNamed},
       {"shareable", MemoryFreedByArrayIsNotShared},
   };
