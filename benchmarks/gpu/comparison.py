@@ -32,7 +32,7 @@ from jax_moe_lb import Buffers, Experts, Plan, System, Topology, exact, plain
 from jax_moe_lb.aot import compiler_options
 from jax_moe_lb.core.plan import load
 from jax_moe_lb.layer.plan_on_host import plan_on_host
-from jax_moe_lb.routing.more_routers import capacity, within_capacity
+from jax_moe_lb.routing.capacity import capacity, within_capacity
 from jax_moe_lb.transport.exchange import Saved
 
 EVEN = "even"

@@ -29,7 +29,7 @@ from jax_moe_lb.core.manual_axes import unvarying_call
 from jax_moe_lb.core.plan import load
 from jax_moe_lb.core.split import nearest_first
 from jax_moe_lb.core.types import Counts, GroupSizes, Rows, Tokens, iota, pytree
-from jax_moe_lb.routing.more_routers import within_capacity
+from jax_moe_lb.routing.capacity import within_capacity
 from jax_moe_lb.transport.exchange import (
     Copies,
     Exchange,

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.network.testbed import CONFIG, NUM_RANKS, SYSTEMS, Case
 from jax_moe_lb import Buffers, exact, plain
-from jax_moe_lb.routing.more_routers import capacity
+from jax_moe_lb.routing.capacity import capacity
 from models.config import BatchConfig, TrainConfig
 from models.data.corpus import Corpus
 from models.data.sources import default_corpus

@@ -17,8 +17,8 @@ from jax_moe_lb.layer.arguments import check_arguments, check_axes, check_types
 from jax_moe_lb.layer.facts import layer_facts
 from jax_moe_lb.layer.route import rank_tokens, route
 from jax_moe_lb.layer.systems import System
+from jax_moe_lb.routing.capacity import capacity, within_capacity
 from jax_moe_lb.routing.losses import Losses
-from jax_moe_lb.routing.more_routers import capacity, within_capacity
 from jax_moe_lb.routing.routers import (
     NO_EXPERT,
     ROUTING_NAME,

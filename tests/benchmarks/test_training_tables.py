@@ -33,7 +33,7 @@ from benchmarks.network.whole_runs import table as whole_runs
 from benchmarks.papers.codec import train_from
 from benchmarks.render.results import Table, Value
 from benchmarks.training.curves import balances, losses
-from jax_moe_lb.routing.more_routers import within_capacity
+from jax_moe_lb.routing.capacity import within_capacity
 from models.config import ParallelConfig
 from models.data.marks import CONTEXT
 from models.mesh import make_mesh

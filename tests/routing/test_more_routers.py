@@ -6,7 +6,7 @@ from flax import nnx
 
 from jax_moe_lb import Losses, TokenInfo, TopK, router_loss
 from jax_moe_lb.routing import ExpertChoice, HashRouter, NoisyTopK
-from jax_moe_lb.routing.more_routers import capacity, within_capacity
+from jax_moe_lb.routing.capacity import capacity, within_capacity
 from jax_moe_lb.routing.routers import NO_EXPERT, tokens_per_expert
 from tests.layer_cases import make_layer, make_mesh
 

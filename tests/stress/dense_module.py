@@ -18,7 +18,7 @@ from jax_moe_lb import MoE, TokenInfo
 from jax_moe_lb.kernels import ClampedSwiGLU, geglu, gelu_exact, relu_squared, swiglu
 from jax_moe_lb.nn import SharedMix
 from jax_moe_lb.routing import ForceBalanced, Routing, TopK
-from jax_moe_lb.routing.more_routers import capacity, within_capacity
+from jax_moe_lb.routing.capacity import capacity, within_capacity
 from jax_moe_lb.routing.routers import router_options
 from jax_moe_lb.transport.once import ListDispatch
 
