@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jax_moe_lb.core.checks import Count, NonNegative, Positive, check_value, checked_fields, shown
 from jax_moe_lb.core.torus import has_limited_routing, slice_axes, torus_warning
-from jax_moe_lb.core.types import Counts
+from jax_moe_lb.core.types import AnyArray
 
 INT32_MAX = np.iinfo(np.int32).max
 
@@ -32,7 +32,7 @@ def check_domain(domain: int, num_ranks: int, argument: str = "domain") -> None:
         raise ValueError(f"{argument} is {domain}; expected a divisor of the {num_ranks} ranks")
 
 
-def check_host_counts(counts: Counts) -> None:
+def check_host_counts(counts: AnyArray) -> None:
     """Check that host counts are at least 0 and that their sum fits int32, the integer type of planning."""
     # A larger sum would wrap around in int32. Traced counts are not checked.
     if isinstance(counts, np.ndarray) and (counts < 0).any():
