@@ -4,7 +4,10 @@
 
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "ffi/transport/gpu_cuda.h"
 #include "ffi/transport/mapped_memory_cuda.h"
@@ -28,6 +31,14 @@ Status TryOne(MappedMemory* mapped, int64_t process, const SharedArray& array, i
   if (*is_late) return Refuse("the copy did not end within ", timeout_s, " s; expected the device to make progress");
   if (*resources->host == process) return Ok();
   return Problem("copied " + std::to_string(*resources->host) + "; expected " + std::to_string(process), true);
+}
+
+// Keeps memory mapped until the process ends, as a late copy may still read it.
+void KeepMapped(std::unique_ptr<MappedMemory> mapped) {
+  static std::mutex* const mutex = new std::mutex;
+  static auto* const kept = new std::vector<std::unique_ptr<MappedMemory>>;
+  const std::lock_guard<std::mutex> lock(*mutex);
+  kept->push_back(std::move(mapped));
 }
 
 }  // namespace
@@ -56,7 +67,7 @@ Status TryPeers(const std::vector<int64_t>& processes, const void* array, int de
     std::memcpy(&other, note.handle, sizeof other);
     bool is_late = false;
     if (!bad) bad = TryOne(mapped.get(), process, other, device, timeout_s, &is_late);
-    if (is_late) static_cast<void>(mapped.release());
+    if (is_late) KeepMapped(std::move(mapped));
     if (bad)
       return At("device " + std::to_string(device) + " cannot copy from process " + std::to_string(process), *bad);
   }
