@@ -94,13 +94,7 @@ def test_threads_plan_at_the_same_time(planner):
 
 
 INT32 = np.int32
-
-
-def ones(*shape):
-    return np.ones(shape, INT32)
-
-
-ONES = ones(2, 2)
+ONES = np.ones((2, 2), INT32)
 HOMES = np.array([[0, -1], [1, -1]], INT32)
 
 
@@ -116,15 +110,21 @@ def test_other_dtypes_are_refused(dtype):
         (lambda: _planning.eplb_plus(np.array(3, INT32), ONES, 1), r"tokens has shape \[\]; expected \[\.\.\., E\]"),
         (lambda: _planning.eplb_plus(ONES, ONES[0], 1), r"placement has shape \[2\]; expected \[\.\.\., R, S\]"),
         (lambda: _planning.greedy(ONES, ONES[0], 1), r"quota has shape \[2\]; expected \[\.\.\., E, R\]"),
-        (lambda: _planning.eplb_plus(ones(3, 2), ones(4, 2, 2), 2), r"\[3\] and \[4\] do not broadcast"),
-        (lambda: _planning.greedy(ONES, ones(2, 3), 1), r"quota has shape \[2, 3\]; expected \[2, 2\]"),
+        (
+            lambda: _planning.eplb_plus(np.ones((3, 2), INT32), np.ones((4, 2, 2), INT32), 2),
+            r"\[3\] and \[4\] do not broadcast",
+        ),
+        (lambda: _planning.greedy(ONES, np.ones((2, 3), INT32), 1), r"quota has shape \[2, 3\]; expected \[2, 2\]"),
         (lambda: _planning.greedy(ONES, ONES, 3), r"domain is 3; expected a divisor of the 2 ranks"),
         (lambda: _planning.relay(ONES[:1], 3), r"^num_home is 3; expected 1 to the 2 slots of a rank"),
         (
-            lambda: _planning.eplb_plus(ONES - 5 * np.eye(2, dtype=INT32)[::-1], HOMES, 2),
-            r"^layer 0: tokens of expert 1",
+            lambda: _planning.eplb_plus(np.array([[1, 2], [3, -4]], INT32), HOMES, 2),
+            r"^layer 1: tokens of expert 1 is -4; expected",
         ),
-        (lambda: _planning.eplb_plus(-ones(2, 3, 2), HOMES, 2), r"^layer \[0, 0\]: tokens of expert 0 is -1; expected"),
+        (
+            lambda: _planning.eplb_plus(-np.ones((2, 3, 2), INT32), HOMES, 2),
+            r"^layer \[0, 0\]: tokens of expert 0 is -1; expected",
+        ),
     ],
 )
 def test_bad_arguments_are_named(plan, message):

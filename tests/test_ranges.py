@@ -1,7 +1,6 @@
 """Values out of range are refused when an object is made, by name and with the range."""
 
 import re
-from functools import partial
 
 import jax.numpy as jnp
 import pytest
@@ -17,7 +16,7 @@ from jax_moe_lb.routing import ExpertChoice, ForceBalanced, GroupLimit, HashRout
 from jax_moe_lb.transport import Codec, Relay, TwoPhase
 
 INFINITE, NAN = float("inf"), float("nan")
-LOGITS, IDS = jnp.zeros((4, 8)), jnp.arange(4, dtype=jnp.int32)
+LOGITS = jnp.zeros((4, 8))
 SIZES = ("expert_bytes", "gradient_bytes", "token_bytes", "token_flops", "bytes_per_s", "flops_per_s")
 
 
@@ -51,14 +50,18 @@ REFUSED = {
     "LLEP.min_imbalance is 0.0; expected a finite number, at least 1": lambda: LLEP(min_imbalance=0.0),
     "Cost.token_flops is -1.0; expected a finite number above 0": lambda: Cost(token_flops=-1.0),
     "Cost.expert_bytes is inf; expected a finite number above 0": lambda: Cost(expert_bytes=INFINITE),
+    "Cost.expert_bytes is nan; expected a finite number above 0": lambda: Cost(expert_bytes=NAN),
     "Cost.planner_s is -1.0; expected a finite number, at least 0": lambda: Cost(planner_s=-1.0),
+    "Cost.planner_s is nan; expected a finite number, at least 0": lambda: Cost(planner_s=NAN),
     "Cost.round_rows is 0; expected at least 1": lambda: Cost(round_rows=0),
     "device is 'h1000'; expected one with rates: a100": lambda: Cost(device="h1000"),
     "TopK.num_experts_per_tok is 0; expected at least 1": lambda: TopK(0),
     "TopK.capacity_factor is 0.0; expected a finite number above 0": lambda: TopK(2, capacity_factor=0.0),
     "num_experts_per_tok is 9; expected at most 8": lambda: TopK(9)(LOGITS),
     "num_experts_per_tok is 10; expected at most 8": lambda: ForceBalanced(TopK(10))(LOGITS),
-    "num_experts_per_tok is 11; expected at most 8": lambda: HashRouter(11)(LOGITS, info=TokenInfo(ids=IDS)),
+    "num_experts_per_tok is 11; expected at most 8": lambda: HashRouter(11)(
+        LOGITS, info=TokenInfo(ids=jnp.arange(4, dtype=jnp.int32))
+    ),
     "num_experts_per_tok is 5; expected at most 4": lambda: TopK(5, group_limit=GroupLimit(4, 2))(LOGITS),
     "num_groups is 3; expected a divisor of the 8 experts": lambda: TopK(1, group_limit=GroupLimit(3, 2))(LOGITS),
     "top_groups is 5; expected 1 to num_groups = 4": lambda: GroupLimit(4, 5),
@@ -77,6 +80,7 @@ REFUSED = {
     "moved_headroom is 0.0; expected a finite number above 0": lambda: TwoPhase(moved_headroom=0.0),
     "Codec.ratio is 0.5; expected a finite number, at least 1": lambda: Codec(0.5),
     "Codec.ratio is nan; expected a finite number, at least 1": lambda: Codec(NAN),
+    "Codec.ratio is inf; expected a finite number, at least 1": lambda: Codec(INFINITE),
     "Codec.gradient_ratio is 0.5; expected a finite number, at least 1": lambda: Codec(gradient_ratio=0.5),
     "domain_size is 0; expected at least 1": lambda: HybridEP(0),
     "min_replicas is 1; expected at least 2": lambda: Relay(min_replicas=1),
@@ -99,9 +103,8 @@ REFUSED = {
     "num_ranks is 0; expected at least 1": lambda: Topology.flat(0),
     "Level.name is 'rack'; expected one of": lambda: Level("rack", 2),
     "levels are ['gpu', 'node']; expected some of": lambda: Topology((Level("gpu", 2), Level("node", 2)), 2),
-}
-REFUSED |= {
-    f"FasterMoE.{name} is 0.0; expected a finite number above 0": partial(FasterMoE, **{name: 0.0}) for name in SIZES
+} | {
+    f"FasterMoE.{name} is 0.0; expected a finite number above 0": lambda n=name: FasterMoE(**{n: 0.0}) for name in SIZES
 }
 """Calls by the message of their refusal."""
 

@@ -374,7 +374,10 @@ REFUSED = [
     (partial(a_call, experts=jnp.ones((64, 2))), "experts has dtype float32; expected integers"),
     (partial(a_call, experts=jnp.ones((63, 2), int)), "experts has shape (63, 2); expected [64, K]"),
     (partial(a_call, experts=jnp.ones((64, 3), int)), "experts has K = 3; expected 2, as the router"),
-    (partial(a_call, experts=jnp.ones((64, 2), int), weights=jnp.ones(64)), "weights has shape (64,); expected [64, "),
+    (
+        partial(a_call, experts=jnp.ones((64, 2), int), weights=jnp.ones(64)),
+        "weights has shape (64,); expected [64, K]",
+    ),
     (partial(a_call, key=0), "key is 0; expected a random key"),
     (partial(a_call, key=jnp.ones(2)), "key is Array"),
     (partial(a_call, segments=jnp.ones(64), num_segments=1), "segments has dtype float32; expected integers"),
@@ -391,8 +394,14 @@ REFUSED = [
         partial(a_layer, topology=Topology.from_mesh(make_mesh((2,), ("expert",)))),
         "topology has 2 ranks; expected the 4 of mesh axes ('expert',)",
     ),
-    (partial(a_layer, embed_dim=7, mesh=FSDP, rules=rules("data", None)), "rules split axis 'embed' of size 7 over"),
-    (partial(a_layer, experts=ExpertConfig(7), mesh=FSDP, rules=rules(None, "data")), "rules split axis 'mlp' of size"),
+    (
+        partial(a_layer, embed_dim=7, mesh=FSDP, rules=rules("data", None)),
+        "rules split axis 'embed' of size 7 over ('data',); expected a multiple of 2",
+    ),
+    (
+        partial(a_layer, experts=ExpertConfig(7), mesh=FSDP, rules=rules(None, "data")),
+        "rules split axis 'mlp' of size 7 over ('data',); expected a multiple of 2",
+    ),
     (
         partial(a_layer, mesh=make_mesh((2, 2), ("data", "ep"))),
         "mesh has the axes ('data', 'ep'); expected the axis 'expert', or topology=Topology.from_mesh(mesh, 'ep') with",
@@ -415,7 +424,10 @@ REFUSED = [
         (partial(a_rank, params=partial(with_experts, **{name: shape})), f"params.experts.{name} has shape {shape}; e")
         for name, shape in SHAPES
     ),
-    (partial(a_rank, params=partial(with_experts, jnp.bfloat16)), "params.experts.up has dtype bfloat16; expected f"),
+    (
+        partial(a_rank, params=partial(with_experts, jnp.bfloat16)),
+        "params.experts.up has dtype bfloat16; expected float32, as x",
+    ),
     (partial(a_rank, x=jnp.ones((2, 8, 8))), "x has shape (2, 8, 8); expected [T, H]"),
     (partial(a_rank, tokens=lambda: TokenInfo(jnp.ones(15, bool))), "tokens.mask has shape (15,); expected [16"),
     (partial(a_rank, tokens=lambda: TokenInfo(jnp.ones(16))), "tokens.mask has dtype float32; expected bool"),
@@ -425,7 +437,10 @@ REFUSED = [
     (partial(a_rank, tokens=lambda: TokenInfo(ids=jnp.ones(16))), "tokens.ids has dtype float32; expected"),
     (partial(a_rank, state=MoEState(homes=jnp.arange(8))), "state.homes has shape (8,); expected [4]"),
     (partial(a_rank, router=TopK(5)), "router.num_experts_per_tok is 5; expected at most 4"),
-    (partial(a_rank, in_specs=PartitionSpec(("expert", "tensor"))), "x differs between shards of ['tensor']; expect"),
+    (
+        partial(a_rank, in_specs=PartitionSpec(("expert", "tensor"))),
+        "x differs between shards of ['tensor']; expected equal tokens",
+    ),
     (lambda: Topology.from_mesh(8), "mesh is 8; expected an instance of Mesh"),
     (lambda: Topology.flat("8"), "num_ranks is '8'; expected an integer"),
     (lambda: use_virtual_cpu_devices("8"), "num_devices is '8'; expected an integer"),

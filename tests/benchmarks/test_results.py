@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from benchmarks.render.documents import RESULTS
 from benchmarks.render.results import Table, load, merge, picture_file, read, save, spread, tables_file
 
 
@@ -100,6 +101,11 @@ def test_a_digest_is_that_of_the_tables(tmp_path):
     assert read(found)["found"].digest == first
     save({"a": Table({"n": ".1f"}, [[1.236]])}, found)
     assert read(found)["found"].digest != first
+
+
+def test_all_results_are_small_enough_to_read():
+    assert sum(len(path.read_text().splitlines()) for path in RESULTS.glob("*.json")) < 4600
+    assert max(len(line) for path in RESULTS.glob("*.json") for line in path.read_text().splitlines()) < 2000
 
 
 @pytest.mark.parametrize("option", ["--compiled {0} --out {0}", "--out={0} --loads {0}", "--loads {0} --out={1}"])

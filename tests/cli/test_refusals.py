@@ -45,7 +45,10 @@ OPTIONS = {
     "empty domain": ((*PLAIN, "--ranks-per-domain", "0"), "--ranks-per-domain is '0'"),
     "free experts": ((*PLAIN, "--expert-bytes", "0"), "--expert-bytes is '0'"),
     "unknown option": ((*PLAIN, "--slots", "4"), "--slots"),
-    "an option twice": (("--balancer", "exact:eps=0.1,eps=0.2"), "'exact:eps=0.1,eps=0.2'; expected every option once"),
+    "an option twice": (
+        ("--balancer", "exact:eps=0.1,eps=0.2"),
+        "--balancer exact is 'exact:eps=0.1,eps=0.2'; expected every option once",
+    ),
     "endless option": (("--balancer", "exact:eps=" + "-" * 60_000), "--balancer exact:eps is '---"),
     "missing folder": ((*PLAIN, "--out", "no/such/folder/plan.npz"), "--out is no/such/folder/plan.npz"),
     "a folder": ((*PLAIN, "--out", "."), "--out is .: Is a directory"),

@@ -108,7 +108,11 @@ BAD = [
     (CLUSTER, {"device": "h100", "levels": [{"name": "dc", "size": 2}]}, "level dc has no rate; expected one"),
     (CLUSTER, {"device": "b200", "gemm": None}, "gemm is missing; expected one, or"),
     (CLUSTER, {"gemm": {"rows": [1]}}, "gemm has neither one"),
-    (CLUSTER, {"gemm": {"rows": [1], "speeds": ["1 TFLOP/s"], "half_rows": 2}}, "gemm has neither one alone; expected"),
+    (
+        CLUSTER,
+        {"gemm": {"rows": [1], "speeds": ["1 TFLOP/s"], "half_rows": 2}},
+        "gemm has neither one alone; expected rows and speeds, or peak and half_rows",
+    ),
     (CLUSTER, {"jitter": True}, "cluster.jitter is True"),
     ((), {"routing": {"seed": True}}, "routing.seed is True"),
     ((), {"routing": {"imbalance": "2"}}, "routing.imbalance is '2'"),

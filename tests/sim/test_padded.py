@@ -10,9 +10,15 @@ from jax_moe_lb.core.plan import Plan, plain_plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.layer.systems import feplb
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Communication, Links, Migration, ModelShape, simulate, skewed_counts
-from jax_moe_lb.sim import padded as pads
 from jax_moe_lb.sim.network import busy_s, latency_s, level_seconds
-from jax_moe_lb.sim.padded import padded_replicas, padded_rows, replicas_by_slot
+from jax_moe_lb.sim.padded import (
+    PaddedHop,
+    padded_replicas,
+    padded_rows,
+    replicas_by_slot,
+    rounds_by_share,
+    rounds_of_copies,
+)
 from jax_moe_lb.sim.work import layer_work
 from jax_moe_lb.transport import Direct, TwoPhase
 from jax_moe_lb.transport.wave_rows import WaveRows
@@ -22,18 +28,17 @@ CLUSTER = Cluster((Links("gpu", 4, 1e8, latency_s=1e-3),), gemm=AnalyticGemm(lau
 PADDED = replace(CLUSTER, communication=Communication(padded=True))
 
 
-def test_even_rows_have_no_padding_and_no_rows_no_permute():
+def test_even_rows_have_no_padding():
     padded, permutes = padded_rows(np.full((1, 4, 4), 512), num_rows=2048)
     assert (padded == np.where(np.eye(4), 0, 512)).all()
     assert permutes == 4
-    assert padded_rows(np.zeros((1, 4, 4), np.int64), num_rows=8)[1] == 0
 
 
 @pytest.mark.parametrize("capacity", [2048, 3000])
 def test_every_row_is_sent_and_a_pair_with_one_more_row_takes_another_step(capacity):
     rows = np.full((4, 4), 512)
     rows[2, 1] += 1
-    padded, permutes = padded_rows(pads.rounds_by_share(rows, capacity), num_rows=2048)
+    padded, permutes = padded_rows(rounds_by_share(rows, capacity), num_rows=2048)
     assert (padded >= np.where(np.eye(4), 0, rows)).all()
     assert (padded % 512 == 0).all()
     # The row takes a step of its permute, or a round in which every pair takes a step.
@@ -41,9 +46,13 @@ def test_every_row_is_sent_and_a_pair_with_one_more_row_takes_another_step(capac
     assert padded[2, 1] > 512
 
 
+def test_no_rows_take_no_permute():
+    assert padded_rows(np.zeros((1, 4, 4), np.int64), num_rows=8)[1] == 0
+
+
 def test_a_larger_buffer_takes_longer_and_fewer_steps_back():
     rows = np.full((1, 4, 4), 600)
-    hop = pads.PaddedHop.of(rows, rows_out=2048, rows_back=2400)
+    hop = PaddedHop.of(rows, rows_out=2048, rows_back=2400)
     assert (hop.permutes_out, hop.permutes_back) == (8, 4)
     assert (hop.out.max(), hop.back.max()) == (1024, 600)
 
@@ -51,11 +60,11 @@ def test_a_larger_buffer_takes_longer_and_fewer_steps_back():
 def test_rounds_take_the_rows_of_a_receiver_in_the_order_of_its_slots():
     counts = np.array([[0, 4, 0, 0], [5, 1, 1, 1]], np.int32)
     wave = WaveRows(counts, plain_plan(counts, Topology.flat(2)), per_token=2)
-    between, slots = pads.rounds_of_copies(wave, capacity=6)
+    between, slots = rounds_of_copies(wave, capacity=6)
     # Rank 0 has five rows of its first expert, all of rank 1, and then rows of its second expert.
     assert between[:, :, 0].tolist() == [[1, 5], [3, 1]]
     assert slots[:, 0].tolist() == [[5, 1], [0, 4]]
-    between, slots = pads.rounds_of_copies(wave, capacity=6, last=np.array([True, False, False, False]))
+    between, slots = rounds_of_copies(wave, capacity=6, last=np.array([True, False, False, False]))
     assert between[:, :, 0].tolist() == [[4, 2], [0, 4]]
     assert slots[:, 0].tolist() == [[1, 5], [4, 0]]
 
@@ -122,22 +131,21 @@ def test_the_backward_pass_takes_its_factor():
     assert four == pytest.approx(2 * two)
 
 
-LEVELS = Links("node", 2, 1e7, latency_s=1e-3), Links("gpu", 2, 1e8, latency_s=1e-3)
-NODES = replace(PADDED, levels=LEVELS)
-
-
 def test_permutes_between_domains_and_inside_them_take_turns():
-    work, _ = layer_work(plain(), MODEL, NODES, skewed_counts(MODEL, 4, 2.0, 1)[0])
+    levels = (Links("node", 2, 1e7, latency_s=1e-3), Links("gpu", 2, 1e8, latency_s=1e-3))
+    work, _ = layer_work(plain(), MODEL, replace(PADDED, levels=levels), skewed_counts(MODEL, 4, 2.0, 1)[0])
     (out,) = work.waves[0].dispatch
-    times = level_seconds(out, NODES)
+    times = level_seconds(out, replace(PADDED, levels=levels))
     assert min(times) > 0
-    assert busy_s(out, NODES) == pytest.approx(sum(times))
+    assert busy_s(out, replace(PADDED, levels=levels)) == pytest.approx(sum(times))
 
 
 def test_gathered_experts_cross_the_link_instead_of_rows():
-    work, _ = layer_work(plain(), MODEL, NODES, skewed_counts(MODEL, 4, 2.0, 1)[0], Migration((2, 1)))
+    levels = (Links("node", 2, 1e7, latency_s=1e-3), Links("gpu", 2, 1e8, latency_s=1e-3))
+    cluster, counts = replace(PADDED, levels=levels), skewed_counts(MODEL, 4, 2.0, 1)[0]
+    work, _ = layer_work(plain(), MODEL, cluster, counts, Migration((2, 1)))
     assert [flow.most[0] for wave in work.waves for flow in wave.dispatch] == [0]
     gathered = work.gather[0]
     # Two ranks of a node receive two experts each over its link, in two permutes for each of three matrices.
     assert gathered.most[0] == 2 * 2 * MODEL.expert_bytes
-    assert latency_s(gathered, NODES) == pytest.approx(1e-3 * (2 * 3 + 1) / (4 + 1))
+    assert latency_s(gathered, cluster) == pytest.approx(1e-3 * (2 * 3 + 1) / (4 + 1))

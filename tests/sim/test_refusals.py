@@ -61,7 +61,7 @@ REFUSED = {
     # simulations
     "counts has shape (4, 8); expected [layers, R, E] with R = 4 and E = 16": lambda: simulated(np.ones((4, 8), int)),
     "counts has dtype float64; expected integers": lambda: simulated(np.ones((4, 16))),
-    "domain_sizes is (3,); expected a divisor of each of the levels'": lambda: uniform(migration=Migration((3,))),
+    "domain_sizes is (3,); expected a divisor of each of the levels' sizes": lambda: uniform(migration=Migration((3,))),
     "model has 10 experts; expected a positive multiple of the 4 ranks": lambda: uniform(TEN_EXPERTS),
     # groups of ranks
     "bytes_per_s is None; expected a finite rate above 0 of 2 ranks": lambda: Peers(2),
@@ -84,7 +84,9 @@ REFUSED = {
     "Work.pre_expert_s is -1.0; expected a finite number, at least 0": lambda: work(pre_expert_s=-1.0),
     "Work.backward_s is nan": lambda: work(backward_s=math.nan),
     "Work.backward_exchanges is -1; expected at least 0": lambda: work(backward_exchanges=-1),
-    "Level('dc').bytes_per_s is None; expected a finite rate": lambda: choose_expert_domains(work(), WITHOUT_RATE),
+    "Level('dc').bytes_per_s is None; expected a finite rate, in bytes per": lambda: choose_expert_domains(
+        work(), WITHOUT_RATE
+    ),
     "Level.bytes_per_s is 0.0; expected a finite number above 0": lambda: Level("dc", 4, bytes_per_s=0.0),
     # drift
     "steady is": lambda: Drift(steady=0.0),
@@ -110,7 +112,7 @@ REFUSED = {
     "ModelShape.sequence is -1; expected at least 1": lambda: ModelShape(2, 64, 32, 16, 2, 128, sequence=-1),
     "reports is empty; expected at least one report": lambda: mean_report([]),
     "states has 2 layers; expected the 1 of counts": lambda: simulated(np.ones((4, 16), int), states=[[()], [()]]),
-    "dispatch is TwoPhase; expected one without a second": lambda: uniform(dispatch=systems.feplb().dispatch),
+    "dispatch is TwoPhase; expected one without a second phase": lambda: uniform(dispatch=systems.feplb().dispatch),
 }
 
 

@@ -26,16 +26,34 @@ def experts():
     return Experts(*(jnp.asarray(w, jnp.float32) for w in (up, down, gate)))
 
 
-def slots_and_gradients(replicate, placement, topology=TOPOLOGY):
-    def one_rank(experts, target, placement):
-        plan = Plan(placement, jnp.zeros((RANKS * HOME, RANKS), jnp.int32), domain=RANKS)
+def slots_and_gradients(replicate, placement, relay=None, topology=TOPOLOGY):
+    def one_rank(experts, target, placement, relay):
+        plan = Plan(placement, jnp.zeros((RANKS * HOME, RANKS), jnp.int32), relay=relay, domain=RANKS)
         slots, vjp = jax.vjp(lambda e: replicate(e, plan, topology), experts)
         return slots, vjp(target)[0]
 
-    run = jax.shard_map(one_rank, mesh=MESH, in_specs=(SPEC, SPEC, PartitionSpec()), out_specs=(SPEC, SPEC))
+    specs = (SPEC, SPEC, PartitionSpec(), PartitionSpec())
+    run = jax.shard_map(one_rank, mesh=MESH, in_specs=specs, out_specs=(SPEC, SPEC))
     rng = np.random.default_rng(2)
     target = jax.tree.map(lambda w: jnp.asarray(rng.normal(size=(RANKS * SLOTS, *w.shape[1:])), jnp.float32), experts())
-    return jax.jit(run)(experts(), target, jnp.asarray(placement))
+    return jax.jit(run)(experts(), target, jnp.asarray(placement), relay)
+
+
+@pytest.mark.slow
+def test_a_plan_with_relays_copies_along_them():
+    """Expert 0 is relayed from rank to rank; Gather rejects such a plan, and fills the same slots without relays."""
+    placement = np.full((RANKS, SLOTS), -1, np.int32)
+    placement[:, :HOME] = np.arange(RANKS * HOME).reshape(RANKS, HOME)
+    placement[1:, HOME] = 0
+    relay = np.repeat(np.arange(RANKS, dtype=np.int32)[:, None], SLOTS, 1)
+    relay[1:, HOME] = np.arange(RANKS - 1)
+    slots, gradients = slots_and_gradients(PeerCopy(chunk_bytes=16), placement, jnp.asarray(relay))
+    of_gather, gradients_of_gather = slots_and_gradients(Gather(), placement)
+    jax.tree.map(np.testing.assert_array_equal, slots, of_gather)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), gradients, gradients_of_gather)
+    relay[3, HOME] = 3
+    with pytest.raises(jax.errors.JaxRuntimeError, match="PeerCopy: relay of rank 3, slot 0 is 3; expected a chain"):
+        jax.block_until_ready(slots_and_gradients(PeerCopy(), placement, jnp.asarray(relay)))
 
 
 def test_without_replica_slots_the_home_experts_are_the_slots():

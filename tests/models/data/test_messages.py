@@ -84,11 +84,21 @@ def test_a_warning_is_a_line(checkpoint, asked, monkeypatch):
         (None, ["--messages", "talk.json"], "messages is 'talk.json'; expected a readable file: No such file"),
         ("{", ["--messages", "talk.json"], "messages is 'talk.json'; expected JSON"),
         ("{}", ["--messages", "talk.json"], "messages is 'talk.json'; expected an object with messages, or a list"),
+        ("3", ["--messages", "talk.json"], "messages is 3; expected a list of objects"),
         ("[1]", ["--messages", "talk.json"], "messages has 1; expected an object with a role"),
         ("[]", [], "prompt is None and messages is None; expected one of them"),
         ("[]", ["--prompt", "a", "--messages", "talk.json"], "messages is talk.json; expected one of them"),
-        ("[]", ["--prompt", "a", "--template-set", "mood=1"], "template_set is 'mood=1'; expected --chat or --messa"),
+        (
+            "[]",
+            ["--prompt", "a", "--template-set", "mood=1"],
+            "template_set is 'mood=1'; expected --chat or --messages",
+        ),
         ("[]", ["--prompt", "a", "--chat", "--template-set", "mood"], "template_set is 'mood'; expected NAME=VALUE"),
+        (
+            "[]",
+            ["--prompt", "a", "--chat", "--template-set", "messages=1"],
+            "has 'messages'; expected variables besides",
+        ),
     ],
 )
 @pytest.mark.usefixtures("asked")

@@ -129,13 +129,19 @@ def test_layers_that_cannot_be_divided_are_refused(num_layers, period, options, 
 def test_bad_runs_are_refused_before_compiling(all_devices):
     parallel = ParallelConfig(1, 2, "eplb", stages=2)
     train = TrainConfig(model=CHECKPOINT, parallel=parallel, batch=BatchConfig(4, 12))
-    with pytest.raises(ValueError, match=r"parallel\.system is 'eplb'; expected one without state between mic"):
+    with pytest.raises(
+        ValueError, match=r"parallel\.system is 'eplb'; expected one without state between microbatches"
+    ):
         make_programs(train, make_mesh(parallel), make_system(parallel), decoder_config("mixtral", 2))
     parallel = ParallelConfig(1, 2, "plain", stages=2)
-    with pytest.raises(ValueError, match=r"parallel\.layers_before is 0; expected a number that leaves a mult"):
+    with pytest.raises(
+        ValueError, match=r"parallel\.layers_before is 0; expected a number that leaves a multiple of 2"
+    ):
         make_programs(train, make_mesh(parallel), make_system(parallel), decoder_config("mixtral", 3))
     programs = make_programs(train, make_mesh(parallel), make_system(parallel), decoder_config("mixtral", 2))
-    with pytest.raises(ValueError, match="batch is 6; expected a multiple of microbatches 2 x 2, the devices of"):
+    with pytest.raises(
+        ValueError, match="batch is 6; expected a multiple of microbatches 2 x 2, the devices of a stage"
+    ):
         jax.eval_shape(programs.evaluate, programs.state_shapes, jax.ShapeDtypeStruct((6, 13), jnp.int32))
 
 

@@ -58,7 +58,9 @@ def test_devices_of_a_group_lie_side_by_side_and_stages_on_different_nodes(monke
         mesh = module.mesh_of(parallel, Target.parse("h100:2x4"))
         assert mesh.axis_names == tuple(axes)
         assert np.array_equal(mesh.devices, np.array(devices).reshape(*axes.values()))
-    with pytest.raises(ValueError, match="expert_parallel x stages is 2 x 4 x 2; expected a product of 8"):
+    with pytest.raises(
+        ValueError, match="data_parallel x expert_parallel x stages is 2 x 4 x 2; expected a product of 8"
+    ):
         module.mesh_of(ParallelConfig(2, 4, stages=2), Target.parse("h100:2x4"))
 
 

@@ -49,7 +49,10 @@ CASES = [
     (["--set", "parallel.layers_before=2"], "layers_before is 2; expected 0 without a pipeline"),
     ([*STAGES, "parallel.microbatches=1"], "microbatches is 1; expected a multiple of stages 2"),
     ([*STAGES, "parallel.microbatches=0"], "microbatches is 0; expected a multiple of stages 2"),
-    ([*STAGES, "parallel.microbatches=6"], "a multiple of the 4 shards, data_parallel 1 x expert_parallel 4 x micro"),
+    (
+        [*STAGES, "parallel.microbatches=6"],
+        "batch.size is 32; expected a multiple of the 4 shards, data_parallel 1 x expert_parallel 4 x microbatches 6",
+    ),
     (["--set", "parallel.dispatch=twice"], "parallel.dispatch is 'twice'; expected one of direct, once"),
     (["--system", "feplb+once"], "dispatch is 'once'; expected none for a system with TwoPhase"),
     (["--set", "lora.rank=4"], "lora.rank is 4; expected 0 without model.checkpoint"),
@@ -74,7 +77,10 @@ CASES = [
     (["--set", "relocation.interval=x"], "relocation.interval is 'x'; expected an integer or none"),
     (["--system", "exact:slots=2"], "system is 'exact:slots=2' with option 'slots'; expected"),
     (["--system", "exact:headroom=x"], "error: headroom is 'x'; expected a number or none"),
-    (["--mesh", "tensor=2"], "--mesh tensor=2: key is 'tensor'; expected KEY=VALUE, a key of data, expert, domain"),
+    (
+        ["--mesh", "tensor=2"],
+        "--mesh tensor=2: key is 'tensor'; expected KEY=VALUE, a key of data, expert, domain, stage",
+    ),
     (["--mesh", "expert=4", "--set", "parallel.expert_parallel=8"], "parallel.expert_parallel is given by two"),
     (["wrong_key.yaml"], "config 'wrong_key.yaml': key is 'batch.sizes'; expected one of batch.size"),
     (["wrong_value.yaml"], "config 'wrong_value.yaml': batch.size is 1.5; expected an integer"),
@@ -89,7 +95,9 @@ COUNTS = [
     for key, hint in getattr(section.type, "__annotations__", {}).items()
     if "Least(bound=1.0," in repr(hint)
 ]
-CASES += [(["--set", f"{key}=0"], f"{key} is 0; expected at least 1") for key in COUNTS]
+CASES += [
+    (["--set", f"{key}={value}"], f"{key} is {value}; expected at least 1") for key in COUNTS for value in (0, -4)
+]
 
 FILES = {
     "empty": "",
