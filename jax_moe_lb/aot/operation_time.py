@@ -103,7 +103,7 @@ class OperationTime:
         return Estimate(one.items * a_row, "rows")
 
     def _filled(self) -> float:
-        """Return the share of the replica slots that the plan fills; 1 without a load."""
+        # Share of the replica slots that the plan fills; all of them without a load.
         if self.load is None:
             return 1.0
         filled = self.load.plan.placement[:, self.load.plan.num_home :] >= 0

@@ -16,6 +16,7 @@ from jax_moe_lb.aot.execution_counts import IDLE_SCOPE, KERNEL, SEARCH_SCOPE, La
 from jax_moe_lb.aot.flops import ProductForm, flops_of, product_form
 from jax_moe_lb.aot.hlo import ArrayShape, Computation, Instruction, Module
 from jax_moe_lb.aot.memory import FREE, FREE_TARGETS, MemoryTraffic
+from jax_moe_lb.core.tpu_vectors import num_vectors
 
 SCOPES = (
     "route",
@@ -327,16 +328,11 @@ def _items(computation: Computation, one: Instruction) -> int:
     if one.name.startswith(PLANNER_KERNEL):
         # One step per slot reads the slots, the home experts, and about two vectors per rank more.
         (*domains, slots, ranks, width), home = one.shapes[0].dims, one.shapes[2].dims[-3]
-        vectors = (slots + home + 2) * math.ceil(ranks / SUBLANES) * math.ceil(width / LANES)
-        return math.prod(domains) * slots * ranks * vectors
+        return math.prod(domains) * slots * ranks * (slots + home + 2) * num_vectors(ranks, width)
     if not one.name.startswith(ROW_KERNELS):
         return 0
     lists = (shape for operand in computation.operands(one) for shape in operand.shapes if shape.dtype == "s32")
     return max((shape.dims[0] for shape in lists), default=0)
-
-
-LANES, SUBLANES = 128, 8
-"""Shape of a vector of a TPU, of 4-byte words."""
 
 
 def _is_float(shape: ArrayShape) -> bool:

@@ -64,6 +64,13 @@ def newest_api_version() -> tuple[int, int]:
     return int(major[1]), int(minor[1])
 
 
+def why_older_jax(oldest: tuple[int, ...]) -> str | None:
+    """Return the reason why this JAX is older than a version, or `None`."""
+    if jax.__version_info__ >= oldest:
+        return None
+    return f"JAX is {jax.__version__}; expected at least {'.'.join(map(str, oldest))}"
+
+
 def shadowed_installation() -> Path | None:
     """Return the folder of an installation with custom calls hidden by this package without any.
 

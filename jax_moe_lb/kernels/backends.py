@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.backend import get_default_device
 from jaxtyping import Array, Float
 
-from jax_moe_lb.core.custom_calls import call, is_built, like
+from jax_moe_lb.core.custom_calls import call, is_built, like, why_older_jax
 from jax_moe_lb.core.device_rates import RecordedKernel, recorded_tflops
 from jax_moe_lb.core.manual_axes import unvarying_call, vary_alike, vary_like
 from jax_moe_lb.core.types import DType, GroupSizes, wide_dtype
@@ -264,8 +264,8 @@ def _no_triton(product: Product) -> str | None:
 
 
 def _no_hopper(product: Product) -> str | None:
-    if jax.__version_info__ < OLDEST_JAX_FOR_HOPPER:
-        return f"JAX is {jax.__version__}; expected at least {'.'.join(map(str, OLDEST_JAX_FOR_HOPPER))}"
+    if (reason := why_older_jax(OLDEST_JAX_FOR_HOPPER)) is not None:
+        return reason
     device = get_default_device()
     if getattr(device, "compute_capability", "") != HOPPER:
         return f"the default device is {_name(device)}; expected compute capability {HOPPER}"

@@ -15,13 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from jax_moe_lb.core.custom_calls import why_older_jax
+from jax_moe_lb.core.tpu_vectors import LANES, OLDEST_JAX, SUBLANES
 from jax_moe_lb.core.types import DType, Ref, Rows, iota
-
-OLDEST_JAX = (0, 12)
-"""Oldest JAX by which the kernel was compiled."""
-
-LANES, SUBLANES = 128, 8
-"""Shape of a vector of 4-byte words."""
 
 BLOCK_BITS = 6
 BLOCK = 1 << BLOCK_BITS
@@ -58,8 +54,8 @@ def why_not_gather(rows: Rows, at: Int[Array, "B"]) -> str | None:
 
 def why_not(dtype: DType, width: int, num_items: int, multiple: int = 2 * LANES * SUBLANES) -> str | None:
     """Return the reason why a kernel cannot copy rows of a dtype and width by lists of so many items, or `None`."""
-    if jax.__version_info__ < OLDEST_JAX:
-        return f"JAX is {jax.__version__}; expected at least {'.'.join(map(str, OLDEST_JAX))}"
+    if (reason := why_older_jax(OLDEST_JAX)) is not None:
+        return reason
     if dtype != jnp.bfloat16:
         return f"rows are {dtype}; expected bfloat16"
     if width % multiple:

@@ -179,6 +179,17 @@ def within_int32(threshold: int) -> int:
     return min(threshold, 2**31 - 1)
 
 
+def quotient(numbers: Int[Array, "..."], by: Array | int) -> Int[Array, "..."]:
+    """Return the quotients of numbers of at least 0 as unsigned ones, one operation; those of signed ones take ten."""
+    return (numbers.astype(jnp.uint32) // jnp.asarray(by, jnp.uint32)).astype(jnp.int32)
+
+
+def ceil_divide(numbers: Int[Array, "..."], by: Array | int) -> Int[Array, "..."]:
+    """Return the quotients rounded up, for numbers of at least 0 and `by >= 1`."""
+    # The sum may exceed int32, but not uint32.
+    return quotient(numbers + (by - 1), by)
+
+
 def of_domains(placement: Placement, quota: Quota, members: int) -> PlanByDomain:
     """Split a plan into the domains."""
     num_experts, num_ranks = quota.shape

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb.core.types import host_iota, iota, pytree
+from jax_moe_lb.planners.base import quotient
 
 # Candidates are the last dimension, and ranks the one before. In a register of a TPU, candidates then fill the lanes,
 # and a maximum over ranks takes few instructions.
@@ -44,6 +44,17 @@ class Filled:
     load: Int[Array, "M *C"]  # token copies served by each rank
 
 
+@pytree
+class Candidates:
+    """Limits and search orders of `C` candidates in one domain."""
+
+    tokens: Int[Array, "L M 1"]  # token copies of each home expert
+    place: Int[Array, "M 1"] | None  # place of each rank by its load; `None` with any fan-out
+    limit: Int[Array, "1 C"]  # limits on the load of a rank
+    order: SearchOrder  # search orders; a last dimension of 1 is that of all candidates
+    most: Int[Array, "1 C"]  # maximum numbers of replicas
+
+
 def plain(tokens: Int[Array, "L M *C"], slots: int) -> Filled:
     """Return the plan without replicas."""
     load = tokens.sum(0, dtype=jnp.int32)
@@ -66,7 +77,7 @@ class OffloadChain:
     def give(
         self,
         of: Bool[Array, "M C"],
-        hottest: Int[Array, "M C"],
+        hottest: Int[Array, "1 M C"],
         to: Bool[Array, "M C"],
         tokens: Int[Array, "1 C"],
         limit: Array,
@@ -76,14 +87,14 @@ class OffloadChain:
         now, (num_home, _, _) = self.now, self.now.left.shape
         made = tokens > 0
         of, to = of & made, to & made
-        expert = _at(of, _indices(of, 0) * num_home + hottest)
+        expert = _at(of, _indices(of, 0) * num_home + hottest[0])
         load = now.load + jnp.where(to, tokens, 0) - jnp.where(of, tokens, 0)
         here = to[None] & (_indices(now.expert, 0) == self.used[None])
         return OffloadChain(
             now=Filled(
                 expert=jnp.where(here, expert[None], now.expert),
                 tokens=jnp.where(here, tokens[None], now.tokens),
-                left=now.left - jnp.where(of[None] & (_indices(now.left, 0) == hottest[None]), tokens[None], 0),
+                left=now.left - jnp.where(of[None] & (_indices(now.left, 0) == hottest), tokens[None], 0),
                 load=load,
             ),
             goal=jnp.where(load <= self.goal, limit, self.goal),
@@ -94,15 +105,7 @@ class OffloadChain:
         )
 
 
-def fill(
-    tokens: Int[Array, "L M 1"],
-    place: Int[Array, "M 1"] | None,
-    limit: Int[Array, "1 C"],
-    order: SearchOrder,
-    most: Int[Array, "1 C"],
-    slots: int,
-    max_fan_out: int,
-) -> Filled:
+def fill(given: Candidates, slots: int, max_fan_out: int) -> Filled:
     """Make replicas until no rank exceeds the limit, no slot helps or there are `most` replicas, of all candidates."""
     # `ffi/planning/chain.h` explains the idea.
     # The rank with the most room and a free slot receives tokens of the hottest expert of the ranks above the limit, as
@@ -110,19 +113,19 @@ def fill(
     # Each replica thus fills its receiver or takes an expert whole, so the number of steps is at most the number of
     # slots.
     # With a limited fan-out, a rank far above the limit needs receivers with much room, possibly more than any rank
-    # has. Some of the least loaded ranks are therefore cleared first; `place` is the place of each rank by its load.
+    # has. Some of the least loaded ranks are therefore cleared first.
     # Returns the plans. If a rank still exceeds its limit, this search order failed.
-    now = plain(jnp.broadcast_to(tokens, (*tokens.shape[:2], limit.shape[1])), slots)
+    limit, order = given.limit, given.order
+    now = plain(jnp.broadcast_to(given.tokens, (*given.tokens.shape[:2], limit.shape[1])), slots)
     below = jnp.maximum(limit - order.start, 0)
     goal, none = jnp.where(now.load > below, below, limit), 0 * now.load
     start = OffloadChain(now, goal, none, none, none[:1], none.max() + 1)
-    if place is not None and order.cleared is not None:
-        start = _clear(start, limit, place < order.cleared, max_fan_out)
-    return jax.lax.while_loop(lambda c: c.more > 0, lambda c: _give(c, limit, order, most, max_fan_out), start).now
+    if given.place is not None and order.cleared is not None:
+        start = _clear(start, limit, given.place < order.cleared, max_fan_out)
+    return jax.lax.while_loop(lambda c: c.more > 0, lambda c: _give(c, given, max_fan_out), start).now
 
 
 def _clear(c: OffloadChain, limit: Array, idlest: Bool[Array, "M C"], max_fan_out: int) -> OffloadChain:
-    """Clear the idlest ranks."""
     pending = (idlest & (c.now.load <= limit)).astype(jnp.int32)
     c = replace(c, goal=jnp.where(pending > 0, limit, c.goal))
     c, _ = jax.lax.while_loop(lambda s: s[1].max() > 0, lambda s: _clear_one(*s, limit, max_fan_out), (c, pending))
@@ -152,9 +155,9 @@ NO_ROOM = -(2**31)
 """Negative room of ranks without space for an expert, in the choice of the least sufficient room."""
 
 
-def _give(c: OffloadChain, limit: Array, order: SearchOrder, most: Array, max_fan_out: int) -> OffloadChain:
+def _give(c: OffloadChain, given: Candidates, max_fan_out: int) -> OffloadChain:
     """Make a replica of the hottest expert on the rank with most room; none if none is possible."""
-    now = c.now
+    now, limit, order = c.now, given.limit, given.order
     high = now.load > c.goal
     room = jnp.where(high | (c.used == len(now.expert)), 0, limit - now.load)
     to = _is_first_highest(room.astype(jnp.float32) * order.welcome)
@@ -167,9 +170,9 @@ def _give(c: OffloadChain, limit: Array, order: SearchOrder, most: Array, max_fa
     heat = liked.max(0) + (now.load - limit).astype(jnp.float32) * pressing
     high &= c.sent < max_fan_out
     of = _is_first_highest(jnp.where(high, heat, -jnp.inf)) & high
-    amount = jnp.where(_indices(now.left, 0) == hottest[None], now.left, 0).max(0)
+    amount = jnp.where(_indices(now.left, 0) == hottest, now.left, 0).max(0)
     tokens = jnp.minimum(_at(of, amount), _at(to, room))
-    return c.give(of, hottest, to, jnp.where(c.number < most, tokens, 0), limit)
+    return c.give(of, hottest, to, jnp.where(c.number < given.most, tokens, 0), limit)
 
 
 def _indices(array: Array, axis: int) -> Int[Array, "..."]:
@@ -180,21 +183,14 @@ def _at(chosen: Bool[Array, "M C"], values: Int[Array, "M C"]) -> Int[Array, "1 
     return jnp.where(chosen, values, 0).max(0, keepdims=True)
 
 
-def _first_highest(values: Array) -> Int[Array, "..."]:
+def _first_highest(values: Array) -> Int[Array, "1 ..."]:
     # Mosaic has no argmax of several dimensions.
     index = _indices(values, 0)
-    return jnp.where(values == values.max(0, keepdims=True), index, len(values)).min(0)
+    return jnp.where(values == values.max(0, keepdims=True), index, len(values)).min(0, keepdims=True)
 
 
 def _is_first_highest(values: Array) -> Bool[Array, "..."]:
-    index = _indices(values, 0)
-    first = jnp.where(values == values.max(0, keepdims=True), index, len(values)).min(0, keepdims=True)
-    return index == first
-
-
-def quotient(numbers: Int[Array, "..."], divisor: int) -> Int[Array, "..."]:
-    """Return the quotients of unsigned numbers, one operation; those of signed numbers take ten."""
-    return (numbers.astype(jnp.uint32) // np.uint32(divisor)).astype(jnp.int32)
+    return _indices(values, 0) == _first_highest(values)
 
 
 MOST_SLOTS = 1024

@@ -21,8 +21,9 @@ from jaxtyping import Array, Float, Int
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.native_planner import alike
 from jax_moe_lb.core.types import Counts, Placement, Quota, iota, pytree
+from jax_moe_lb.planners.base import ceil_divide, quotient
 from jax_moe_lb.planners.exact_on_tpu import fill_in_kernel, why_no_kernel
-from jax_moe_lb.planners.exact_packing import Filled, SearchOrder, fill, plain, quotient
+from jax_moe_lb.planners.exact_packing import Candidates, Filled, SearchOrder, fill, plain
 from jax_moe_lb.planners.exact_packing import localize as localized
 from jax_moe_lb.planners.exact_starts import fan_out, starts
 
@@ -119,8 +120,7 @@ class Search:
 def lowest(tokens: Int[Array, "L M"], slots: int, max_fan_out: int) -> Search:
     """Search for the lowest maximum load of a domain."""
     num_ranks, total = tokens.shape[1], tokens.sum(dtype=jnp.int32)
-    # The sum may exceed int32, but not uint32.
-    mean = quotient(total + (num_ranks - 1), num_ranks)
+    mean = ceil_divide(total, num_ranks)
     enough = quotient(mean, CLOSE_ENOUGH)
     attempt = partial(_attempt, tokens, slots, max_fan_out)
     order = usual_order(tokens, max_fan_out < slots * num_ranks)
@@ -171,13 +171,14 @@ def fewest(
 def _attempt(
     tokens: Array, slots: int, max_fan_out: int, limits: Array, orders: SearchOrder, most: Array | int
 ) -> Filled:
-    limits, load = limits[None], tokens.sum(0, dtype=jnp.int32)
+    load = tokens.sum(0, dtype=jnp.int32)
     place = None if orders.cleared is None else jnp.argsort(jnp.argsort(load)).astype(jnp.int32)[:, None]
-    most = jnp.broadcast_to(jnp.asarray(most, jnp.int32), limits.shape)
+    most = jnp.broadcast_to(jnp.asarray(most, jnp.int32), (1, WIDTH))
+    given = Candidates(tokens[..., None], place, limits[None], orders, most)
     forms = {"default": partial(fill, slots=slots, max_fan_out=max_fan_out)}
     if why_no_kernel(len(tokens), load.size, slots, WIDTH) is None:
         forms["tpu"] = partial(fill_in_kernel, slots=slots, max_fan_out=max_fan_out)
-    return jax.lax.platform_dependent(tokens[..., None], place, limits, orders, most, **forms)
+    return jax.lax.platform_dependent(given, **forms)
 
 
 def _grid(low: Array, high: Array) -> Int[Array, "..."]:
@@ -196,7 +197,6 @@ def _keeps(plans: Filled, limits: Array) -> Array:
 
 
 def _number(plans: Filled) -> Array:
-    """Return the number of replicas per plan."""
     return (plans.expert >= 0).sum((0, 1), dtype=jnp.int32)
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Int
 from jax_moe_lb.core.native_planner import alike
 from jax_moe_lb.core.types import Placement, Quota, iota, pytree
 from jax_moe_lb.planners.base import (
+    ceil_divide,
     check_plan_shapes,
     first_argmax,
     fits_kernel,
@@ -128,11 +129,6 @@ def _left(d: Queues, place: Array) -> Array:
     """Return the token copies the current expert can give: all but one, as in the released code."""
     b = iota(place.shape[0])
     return jnp.maximum(d.served[b, d.queue[b, jnp.minimum(place, d.queue.shape[1] - 1)]] - 1, 0)
-
-
-def ceil_divide(value: Array, by: Array | int) -> Array:
-    """Return the quotient rounded up, for `value >= 0` and `by >= 1`, without an overflowing sum."""
-    return value // by + (value % by > 0).astype(jnp.int32)
 
 
 LADDER = 3

@@ -16,7 +16,7 @@ from jax_moe_lb.core.types import iota
 from jax_moe_lb.planners.base import plan_on_host
 from jax_moe_lb.planners.exact import UNBOUNDED, exact
 from jax_moe_lb.planners.exact_on_tpu import fill_in_kernel, why_no_kernel
-from jax_moe_lb.planners.exact_packing import _may, _Places, fill
+from jax_moe_lb.planners.exact_packing import Candidates, _may, _Places, fill
 from jax_moe_lb.planners.exact_search import WIDTH, exact_in_jax, order_near, usual_order
 from tests.layer_cases import BY_NAME
 from tests.marks import parametrize
@@ -107,7 +107,7 @@ def filled(tokens, limit, max_fan_out, most=4, **changes):
     order = jax.tree.map(lambda weight: weight[..., None], replace(usual_order(tokens, is_limited=True), **changes))
     place = jnp.argsort(jnp.argsort(tokens.sum(0))).astype(jnp.int32)[:, None]
     limit, most = (jnp.full((1, 1), number, jnp.int32) for number in (limit, most))
-    return fill(tokens[..., None], place, limit, order, most, slots=1, max_fan_out=max_fan_out)
+    return fill(Candidates(tokens[..., None], place, limit, order, most), slots=1, max_fan_out=max_fan_out)
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ def test_the_kernel_of_tpus_makes_the_same_plans(shape, slots, max_fan_out):
     given = tokens[..., None], place, limits, jax.vmap(orders_of)(tokens), most
     assert why_no_kernel(*shape, slots, WIDTH) is None
     want, got = (
-        jax.vmap(partial(form, slots=slots, max_fan_out=max_fan_out))(*given)
+        jax.vmap(lambda *given, form=form: form(Candidates(*given), slots, max_fan_out))(*given)
         for form in (fill, partial(fill_in_kernel, interpret=True))
     )
     assert (want.expert >= 0).any()
