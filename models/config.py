@@ -88,7 +88,7 @@ class ParallelConfig:
         None
     )
     max_rounds: Annotated[Count | None, "maximum rounds compiled into a step; `None` for no limit"] = None
-    dispatch: Annotated[str | None, '"direct" or "once"; `None` chooses by `dispatch_by_rule`'] = None
+    dispatch: Annotated[str | None, '"direct", "once", "forward" or "rails"; `None`: by `dispatch_by_rule`'] = None
     stages: Annotated[Count, "pipeline stages of a checkpoint's layers with experts; 1 for no pipeline"] = 1
     repeats: Annotated[Count, "times a microbatch passes each stage; a stage then has this many blocks of layers"] = 1
     microbatches: Annotated[int | None, "microbatches in the pipeline, a multiple of `stages`, the default"] = None

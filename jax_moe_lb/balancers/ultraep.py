@@ -22,9 +22,8 @@ COPIES_PER_MIN = 64
 class UltraEP(Balancer):
     """UltraEP: load of every rank limited to a search result near the mean of the domain.
 
-    Use it in large domains with fast links and two or more replica slots per rank, and on platforms without `Exact`. Do
-    not use its defaults with few slots, few ranks or small microbatches: if the first attempts fail, `min_tokens` is a
-    hard minimum.
+    Use it in large domains with fast links and two or more replica slots per rank. Do not use its defaults with few
+    slots, few ranks or small microbatches: if the first attempts fail, `min_tokens` is a hard minimum.
 
     Ranks above the limit give tokens of the busiest experts to new replicas on the ranks furthest below it. The limit
     starts at `1 + eps` times the mean. If the surplus does not fit into the empty slots, it is raised twice, by a
