@@ -207,7 +207,14 @@ def test_commands_that_are_none_are_found(words):
     assert problem(words)
 
 
-OF_JAX = {"Number of devices 1", "jax_num_cpu_devices config", "attempt to get argmin", "Cannot mutate"}
+OF_JAX = {
+    "Number of devices 1",
+    "jax_num_cpu_devices config",
+    "in_specs passed to shard_map",
+    "shard_map applied to the function",
+    "attempt to get argmin",
+    "Cannot mutate",
+}
 """Prefixes of messages from JAX and Flax."""
 
 

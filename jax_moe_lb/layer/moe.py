@@ -182,8 +182,8 @@ def moe(
     """
     check_types(x=(x, Array), params=(params, MoEParams), system=(system, System), topology=(topology, Topology))
     check_types(state=(state, MoEState), tokens=(tokens, TokenInfo), losses=(losses, Losses))
-    check_arguments(x, params, router, system.migrate, topology, state.homes, tokens)
     check_axes(x, topology)
+    check_arguments(x, params, router, system.migrate, topology, state.homes, tokens)
     kernel, homes = params.router, state.homes
     experts = params.experts if system.migrate is None else system.migrate(params.experts)
     options = router_options(router)
