@@ -19,6 +19,8 @@ for folder in ${PIP_FIND_LINKS:-}; do find_links+=(--find-links "$folder"); done
 install "${find_links[@]}" "$torch+cpu" 2> /dev/null ||
   install --extra-index-url https://download.pytorch.org/whl/cpu "$torch+cpu" 2> /dev/null || install "$torch"
 install -e '.[train]' -C wheel.cmake=false pytest pytest-xdist beartype
+# Models are tiny: further threads of torch only wait for one another, busily.
+export OMP_NUM_THREADS=1
 # Both share one compilation cache: see tests/parity/conftest.py.
 cache=$(mktemp -d)
 trap 'rm -rf "$cache"' EXIT
