@@ -309,7 +309,7 @@ def calibrate(
         with naming("OUT", out), whole_file(out) as part:
             part.write_text(text)
         # Validate the file as `simulate` will.
-        load_config("OUT", str(out) if out.suffix in (".yaml", ".yml") else f"./{out}")
+        load_config("OUT", out.absolute().as_posix())
         if as_json:
             print_json({"out": str(out), **asdict(found)})
         else:

@@ -340,6 +340,12 @@ def measured(monkeypatch):
     monkeypatch.setattr(calibrate, "measure", lambda ranks: found)
 
 
+def test_a_machine_is_written_to_a_path_without_suffix(measured, folder, capsys):
+    assert main(["calibrate", str(folder / "machine")]) == 0
+    assert load_config("CONFIG", str(folder / "machine")).cluster is not None
+    capsys.readouterr()
+
+
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.slow
 def test_a_full_disk_is_one_line_and_leaves_files_as_they_were(refused, inputs, measured, folder, name):
