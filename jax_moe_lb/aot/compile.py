@@ -91,7 +91,8 @@ if not sys.stdin.readline():
 def _crash_reporter(log: str, stderr: int) -> Iterator[None]:
     """Run a process that prints the reason from the log if this process ends inside the context."""
     command = [sys.executable, "-I", "-S", "-c", _REPORT, jax.__version__, log]
-    reporter = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=stderr, text=True)
+    # In a session of its own, where Ctrl-C in a terminal does not reach it.
+    reporter = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True)
     # Only Python's handler names the signal; the log is file descriptor 2 inside the context.
     adds_handler = not faulthandler.is_enabled()
     if adds_handler:

@@ -30,15 +30,18 @@ from jax_moe_lb.cli.output import (
     parse_integer,
     parse_number,
     print_json,
+    printing,
     working,
 )
 from jax_moe_lb.core.checks import Least, shown
+from jax_moe_lb.core.plan_file import whole_file
 from jax_moe_lb.core.quantities import size
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.layer.system import System, parse_system
 from jax_moe_lb.layer.systems import make_system
 from jax_moe_lb.nn.config import ExpertConfig, Precision
 from jax_moe_lb.nn.moe import MoE
+from jax_moe_lb.recordings.counts_files import naming
 from jax_moe_lb.routing.routers import TopK
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.migration import Migration
@@ -176,8 +179,10 @@ def compile_command(
         title = f"{system} on {target}, {passes}, {shape}"
         found = report.timeline(planned) if planned is not None else None
         if found is not None and timeline is not None:
-            write_timeline(timeline, found, title)
-        _show(report, title, found, other, as_json)
+            with naming("--timeline", timeline), whole_file(timeline) as part:
+                write_timeline(part, found, title)
+        with printing():
+            _show(report, title, found, other, as_json)
 
 
 def _show(
@@ -198,7 +203,7 @@ def _show(
 
 def planned_load(machine: Target, layer: LayerSizes, system: System, load: str, trace: Path | None = None) -> LayerLoad:
     """Return the load of a timeline, after all checks that need no compiler."""
-    if trace is not None and not trace.absolute().parent.is_dir():
+    if trace is not None and (trace.is_dir() or not trace.absolute().parent.is_dir()):
         raise ValueError(f"--timeline is {trace}; expected a file in an existing folder")
     rates_of(machine)
     topology = machine.topology()
@@ -257,7 +262,8 @@ def tune_command(
         if as_json:
             print_json(_tuned_json(tuned))
         else:
-            print_tuned(tuned)
+            with printing():
+                print_tuned(tuned)
 
 
 def _layer(machine: Target, sizes: LayerSizes, system: System) -> tuple[MoE, jax.ShapeDtypeStruct]:

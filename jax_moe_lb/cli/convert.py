@@ -54,7 +54,7 @@ def convert(
         with naming("--out", out), whole_file(out) as part:
             part.write_bytes(packed.getvalue())
         sizes = dict(zip(("steps", "layers", "ranks", "experts"), trace.counts.shape, strict=True))
-        typer.echo(f"{out}: {', '.join(f'{size} {name}' for name, size in sizes.items())}")
+        print_text(f"{out}: {', '.join(f'{size} {name}' for name, size in sizes.items())}")
 
 
 LAGS = (1, 2, 4, 8, 16, 32, 64, 128)

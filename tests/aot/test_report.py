@@ -1,8 +1,11 @@
 """A report contains the compiler's numbers and the values derived from them."""
 
+import errno
 import importlib
 import io
 import json
+import os
+import sys
 from dataclasses import replace
 
 import pytest
@@ -31,13 +34,35 @@ def test_json_has_what_is_promised(report):
     assert {one["kind"] for one in found["collectives"]} >= {"all-gather", "all-to-all"}
 
 
-def test_json_of_the_command_has_both_timelines(report, tmp_path, capsys, monkeypatch):
-    other = tmp_path / "other.json"
-    write_timeline(other, report.timeline(), "another")
+@pytest.fixture
+def command(report, monkeypatch):
+    """Let `compile` report this program."""
     command = importlib.import_module("jax_moe_lb.cli.compile")
     monkeypatch.setattr(command, "compile_layer", lambda *_, **__: report)
     monkeypatch.setattr(command, "use_no_accelerators", lambda: None)
     monkeypatch.setattr(Target, "require_compiler", lambda self: None)
+    return command
+
+
+def test_a_full_disk_is_one_line(command, capsys, monkeypatch):
+    argv = ["compile", "--target", "h100:1x8", "--logs"]
+    assert main([*argv, "--timeline", "/dev/full"]) == 2
+    message = "--timeline is /dev/full: No space left on device; expected a writable file"
+    assert capsys.readouterr() == ("", f"error: {message}\n")
+
+    def print_on_full_disk(report, title):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(command, "print_report", print_on_full_disk)
+    with open(os.devnull, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert main(argv) == 1
+    assert "standard output cannot be written: No space left on device" in capsys.readouterr().err
+
+
+def test_json_of_the_command_has_both_timelines(report, command, tmp_path, capsys):
+    other = tmp_path / "other.json"
+    write_timeline(other, report.timeline(), "another")
     assert main(["compile", "--target", "h100:1x8", "--against", str(other), "--logs", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["against"]["title"], found["timeline"]["title"] == found["title"]) == ("another", True)

@@ -24,6 +24,7 @@ BAD_OPTIONS = [
     (("--timeline", "t", "--load", "none.npy"), "--load is none.npy: No such file"),
     (("--load", "uniform"), "--load is 'uniform'; expected zipf:1.0 without --timeline"),
     (("--timeline", "gone/t.json"), "--timeline is gone/t.json; expected a file in"),
+    (("--timeline", "."), "--timeline is .; expected a file in"),
     (("--saved", "row"), "--saved is 'row'; expected one of replicas, rows, hidden"),
     (("--system", "feplb", "--saved", "rows"), "expected Saved() for TwoPhase"),
     (("--xla", "fast"), "--xla is 'fast'; expected NAME=VALUE"),
@@ -79,6 +80,15 @@ for end in sys.argv[1:]:
     said = [line for line in ended.stderr.splitlines() if "extension modules" not in line and line[:2] != "  "]
     begin = f"error: the compiler of JAX {jax.__version__} ends this process: "
     assert sorted(said) == sorted(begin + reason for reason in ENDS.values())
+
+
+def test_an_interrupt_from_the_terminal_does_not_reach_the_reporter(monkeypatch):
+    started, begin = [], subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *args, **options: started.append(begin(*args, **options)) or started[0]
+    )
+    with quiet_stderr():
+        assert os.getpgid(started[0].pid) == started[0].pid
 
 
 def test_after_a_crash_it_comes_out(capfd):

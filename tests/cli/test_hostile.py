@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -383,10 +384,13 @@ def full_disk(refused, folder, argument, argv):
     assert sorted(folder.iterdir()) == before
 
 
+RECORDED = str(Path(__file__).parent / "recorded" / "stat.pt")
+
 PRINTS = (
     pytest.param(("plan", "counts.npy", "--balancer", "plain"), id="table"),
     pytest.param(("plan", "counts.npy", "--balancer", "plain", "--json"), id="json", marks=pytest.mark.thorough),
     pytest.param(("--version",), id="version", marks=pytest.mark.thorough),
+    pytest.param(("convert", RECORDED, "--ranks", "2", "--out", "x.npz"), id="text", marks=pytest.mark.thorough),
 )
 
 
