@@ -167,12 +167,14 @@ def _megatron(files: list[Path], num_experts: int | None, limits: FileLimits) ->
     if num_experts is None:
         raise ValueError("--experts is missing; expected the number of experts, absent from this recording")
     found: dict[LayerRecord, dict[int, dict[tuple[int, int], np.ndarray]]] = defaultdict(lambda: defaultdict(dict))
-    num_records = 0
+    num_records, files_of_ranks = 0, dict[int, Path]()
     for file in files:
         seen: Counter[tuple[int, int, LayerRecord]] = Counter()
         with open_regular(file) as lines:
             while line := lines.readline(limits.text_bytes + 1):
                 rank, step, layer, counts = _record(file, line, num_experts, limits)
+                if files_of_ranks.setdefault(rank, file) != file:
+                    raise ValueError(f"{file.name} has rank {rank}; expected one file per rank")
                 # A step of several microbatches has one line per microbatch.
                 found[layer][rank][step, seen[rank, step, layer]] = counts
                 seen[rank, step, layer] += 1

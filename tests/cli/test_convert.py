@@ -108,6 +108,7 @@ MISFITS = [
     (each(top_indices=[[0], [1, 2]]), NO_RECORD),
     (each(top_indices=[[2**70]]), NO_RECORD),
     (each(step="1"), NO_RECORD),
+    (each(rank=2), "router_trace_rank1.jsonl has rank 2; expected one file per rank"),
     (each(step=2**63), NO_RECORD),
     # NumPy would pad 100,000 texts to a million characters each.
     (lambda rank, records: [records[0] | {"top_indices": [["x" * 10**6], *[["y"]] * 10**5]}], NO_RECORD),
