@@ -112,9 +112,9 @@ def regret_of(choice: Choice, judge: Evaluator, space: Space, loads: list[Worklo
 
     def sum_s(one: Choice, limit_s: float = math.inf) -> float:
         """Return the time on all routings; infinity if it is not below the limit."""
-        floor_s, took_s = judge.floor_s(one), 0.0
+        floors_s, took_s = [judge.floor_s(one, load) for load in loads], 0.0
         for at, load in enumerate(loads):
-            if took_s + (len(loads) - at) * floor_s >= limit_s:
+            if took_s + sum(floors_s[at:]) >= limit_s:
                 return math.inf
             took_s += judge.glance(judge.least_headroom(one, load), load)
         return took_s

@@ -180,24 +180,31 @@ class Evaluator:
             self._built[choice] = choice.build(self.model, self.cluster, self.step)
         return self._built[choice]
 
-    def floor_s(self, choice: Choice) -> float:
-        """Compute a lower bound of a layer's seconds on any workload: its operations at the peak, and its gathers."""
+    def floor_s(self, choice: Choice, workload: Workload) -> float:
+        """Compute a lower bound of the seconds of `glance`: the operations at the peak, and the gathers."""
         one, step, model = self.candidate(choice), self.step, self.model
         before_s = model.before_experts_s(self.cluster) * (3 if step.backward else 1)
+        # A recording has fewer copies than the model on all ranks but the one with the most tokens.
+        counts = workload.counts
+        copies = model.tokens * model.per_token if counts is None else counts[0].sum() / counts.shape[1]
         passes = 1 + (self.cluster.backward_factor - (not step.recompute)) * step.backward
-        experts_s = passes * model.tokens * model.per_token * model.row_flops / self.cluster.gemm.peak_flops_per_s
+        experts_s = passes * copies * model.row_flops / self.cluster.gemm.peak_flops_per_s
         work = shared_work(model, self.cluster, one.migration, model.experts, one.system.dispatch)
         flows = [*work.gather, *(work.gather * (step.backward and work.gather_again))]
         flows += work.gather_home if step.backward else ()
-        # Tokens wait for the planner, if it runs at any load.
-        always = needs_counts(one.system.balancer) and choice.system != "exact"
-        planner_s = (self.cluster.planner_s or 0.0) if always else 0.0
-        if always and self.cluster.planner_s is None:
+        planner_s = 0.0
+        # Tokens wait for the planner if it runs at any load, unless those of a first wave are served beside it.
+        if (
+            needs_counts(one.system.balancer)
+            and choice.system != "exact"
+            and not one.system.dispatch.cost().passes_home
+        ):
             group = self.cluster.topology(one.migration.group_sizes(self.cluster))
             sizes_of_plan = group.num_ranks, group.ranks_per_domain, model.experts
-            planner_s = planning_s(one.system.balancer, *sizes_of_plan, self.cluster.host_wait_s)
-        # Experts wait for the gathers before them, and gradients go home after them.
-        return planner_s + experts_s + max(before_s, sum(seconds(flow, self.cluster) for flow in flows))
+            given_s, wait_s = self.cluster.planner_s, self.cluster.host_wait_s
+            planner_s = planning_s(one.system.balancer, *sizes_of_plan, wait_s) if given_s is None else given_s
+        # Experts wait for attention and planner, and for gathers beside both. Gradients go home after experts.
+        return experts_s + max(before_s + planner_s, sum(seconds(flow, self.cluster) for flow in flows))
 
     def _simulated_layer(self, choice: Choice, workload: Workload, model: ModelShape, step: Step) -> tuple[float, int]:
         """Return the seconds and the rounds of one layer, if possible without the totals of a report."""

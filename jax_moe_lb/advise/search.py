@@ -291,7 +291,8 @@ def _explored(
     times: dict[Choice, float] = {}
 
     def look(choices: Iterable[Choice]) -> None:
-        bounds = {choice: judge.floor_s(choice) for choice in choices if choice not in times and may(choice)}
+        new = [choice for choice in choices if choice not in times and may(choice)]
+        bounds = {choice: judge.floor_s(choice, workload) for choice in new}
         # Those with the lowest bound come first, so that fewer of the others are simulated.
         for choice in sorted(bounds, key=bounds.__getitem__):
             best = [times[one] for one in _best_of_families(times, FAMILIES)]

@@ -1,5 +1,6 @@
 """A search is exhaustive on a small machine, and its results can be run as printed."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -21,6 +22,7 @@ from models.settings import combined, read_assignments, read_mesh, read_system
 MODEL = ModelShape(1, 256, 512, 8, 2, 2048)
 LEVELS = Links("node", 2, 5e9, links=2, latency_s=1e-5), Links("gpu", 2, 50e9)
 CLUSTER = Cluster(LEVELS, AnalyticGemm(1e12, 8.0, 0.0), planner_s=1e-5)
+SLOW = replace(CLUSTER, planner_s=5e-3, levels=(replace(LEVELS[0], bytes_per_s=1e8), LEVELS[1]))
 
 
 def everything(most_slots):
@@ -100,7 +102,15 @@ def test_the_floor_takes_the_backward_pass_of_the_cluster(recompute):
     gemm = AnalyticGemm(1e9, 0.0, 0.0)
     load = drawn_workloads(MODEL, 4, 1.0, 1, [LoadShape.ZIPF], 1, 0)[0]
     judge = Evaluator(MODEL, replace(CLUSTER, gemm=gemm, backward_factor=1.5), Step(recompute=recompute))
-    assert 0.9 < judge.floor_s(Choice()) / judge.glance(Choice(), load) <= 1
+    assert 0.9 < judge.floor_s(Choice(), load) / judge.glance(Choice(), load) <= 1
+
+
+def test_the_floor_is_below_what_is_simulated_of_a_rank_with_few_tokens_and_a_slow_planner():
+    load = drawn_workloads(MODEL, 4, 1.8, 1, [LoadShape.ZIPF], 1, 0)[0]
+    choices = Choice(), Choice("feplb", 1), Choice("greedy", 1, domain_sizes=(2, 1))
+    for counts, cluster in itertools.product((load.counts, load.counts // 8), (CLUSTER, SLOW)):
+        judge, recorded = Evaluator(MODEL, cluster, Step()), replace(load, counts=counts)
+        assert all(judge.floor_s(choice, recorded) <= judge.glance(choice, recorded) for choice in choices)
 
 
 @pytest.mark.thorough
@@ -108,7 +118,7 @@ def test_floors_are_below_what_is_simulated(monkeypatch):
     monkeypatch.setattr(choice_module, "HEADROOMS", (None,))
     judge, (_, choices) = Evaluator(MODEL, CLUSTER, Step()), everything(1)
     load = drawn_workloads(MODEL, 4, 1.8, 1, [LoadShape.ZIPF], 1, 0)[0]
-    floors = [judge.floor_s(choice) / judge.glance(choice, load) for choice in choices]
+    floors = [judge.floor_s(choice, load) / judge.glance(choice, load) for choice in choices]
     assert 0.1 < max(floors) <= 1
 
 
