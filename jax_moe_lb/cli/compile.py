@@ -160,7 +160,7 @@ def compile_command(
         machine, layer = Target.parse(target), LayerSizes.parse(",".join(sizes)) if sizes else LayerSizes()
         chosen = system_of(
             system,
-            parse_integer("--replica-slots", replica_slots),
+            parse_integer("--replica-slots", replica_slots, least=0),
             None if headroom is None else parse_number("--headroom", headroom, Least(0.0, excluded=True)),
             parse_integer("--max-rounds", max_rounds),
         )

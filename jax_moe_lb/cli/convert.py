@@ -22,7 +22,7 @@ from jax_moe_lb.core.plan_file import whole_file
 from jax_moe_lb.core.topology import INT32_MAX
 from jax_moe_lb.recordings.counts_files import naming, read_trace
 from jax_moe_lb.recordings.formats import read_recording
-from jax_moe_lb.sim.drift import fitted_drift, moments
+from jax_moe_lb.sim.drift import LEAST_STEPS, fitted_drift, moments
 
 
 def convert(
@@ -77,7 +77,7 @@ def drift(
     with one_line_errors(per_token=per_token):
         counts = read_trace(trace_file, parse_limits(file_limits)).counts
         choices = parse_integer("--per-token", per_token, INT32_MAX) or 1
-        counts = counts[parse_integer("--skip", skip, INT32_MAX) or 0 :]
+        counts = counts[parse_integer("--skip", skip, max(len(counts) - LEAST_STEPS, 0), least=0) or 0 :]
         found = fitted_drift(counts, choices)
         lags = [lag for lag in LAGS if lag <= len(counts) // 2]
         recorded, fit = moments(counts, choices, lags).correlations, [found.correlation(lag) for lag in lags]

@@ -298,7 +298,7 @@ def calibrate(
 
         if out.is_dir() or not out.parent.is_dir():
             raise ValueError(f"OUT is {out}; expected a file in an existing folder")
-        most_ranks = parse_integer("--ranks", ranks, MOST_RANKS) or 2
+        most_ranks = parse_integer("--ranks", ranks, MOST_RANKS, least=2) or 2
         number = _join(coordinator, processes, process)
         found = measure(most_ranks)
         if number > 1:

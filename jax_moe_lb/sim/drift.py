@@ -14,6 +14,9 @@ from jax_moe_lb.core.checks import Count, NonNegative, Positive, check_value, ch
 LEAST_STEADY = 0.01
 """Minimum steady share of the variance, so that a load shape remains."""
 
+LEAST_STEPS = 8
+"""Minimum number of steps of a recording to fit."""
+
 TIMES = 80
 """Number of correlation times tried by the fit, geometrically spaced from one step to the length of the recording."""
 
@@ -149,8 +152,8 @@ def fitted_drift(trace: Int[np.ndarray, "steps layers R E"], per_token: int) -> 
     check_value("per_token", per_token, Count)
     if per_token > trace.shape[3]:
         raise ValueError(f"per_token is {per_token}; expected at most the {trace.shape[3]} experts")
-    if len(trace) < 8:
-        raise ValueError(f"the trace has {len(trace)} steps; expected at least 8 to fit a drift to")
+    if len(trace) < LEAST_STEPS:
+        raise ValueError(f"the trace has {len(trace)} steps; expected at least {LEAST_STEPS} to fit a drift to")
     lags = [2**power for power in range((len(trace) // 2).bit_length())]
     found = moments(trace, per_token, lags)
     fresh, drifting, steps = _fit(lags, np.array(found.semivariances), found.noise, len(trace))

@@ -91,8 +91,6 @@ def measure(ranks: int) -> Measured:
     """Measure all rates on all accelerators, or on virtual CPU devices."""
     # In a program of several processes, initialized by `jax.distributed`, all of them must call it. Nodes are then a
     # level of their own.
-    if ranks < 2:
-        raise ValueError(f"--ranks is {ranks}; expected at least 2, as one rank has no exchanges")
     # Read the load average before the measurements, which raise it.
     busy, cores = os.getloadavg()[0], os.cpu_count() or 1
     # If devices are already initialized, virtual devices cannot be added, so use the existing ones.
@@ -101,6 +99,8 @@ def measure(ranks: int) -> Measured:
     alone_on_cpu = jax.default_backend() == "cpu" and jax.process_count() == 1
     mesh = mesh_of(jax.devices()[:ranks] if alone_on_cpu else jax.devices())
     device = mesh.devices.flat[0]
+    if mesh.size == 1:
+        raise ValueError(f"the machine has one device, {device}; expected at least 2, as one rank has no exchanges")
     ffn_s = [_ffn_s(mesh, rows) for rows in ROWS]
     return Measured(
         machine=f"{platform.node()}, {mesh.size} x {device.device_kind}",

@@ -19,6 +19,8 @@ BAD_OPTIONS = [
     (("--system", "feplb+rails"), "dispatch is 'rails'; expected none for a system with TwoPhase"),
     (("--sizes", "H=64", "--sizes", "H=32"), "sizes is 'H=64,H=32'"),
     (("--system", "plain", "--replica-slots", "2"), "--replica-slots is 2;"),
+    (("--replica-slots", "-1"), "--replica-slots is '-1'; expected an integer, at least 0"),
+    (("--replica-slots", "0", "--timeline", "t", "--load", "no.npy"), "--load is no.npy: No such file"),
     (("--headroom", "nan"), "--headroom is 'nan'; expected a number above 0"),
     (("--max-rounds", "0"), "--max-rounds is '0'; expected an integer, at least 1"),
     (("--timeline", "t", "--load", "none.npy"), "--load is none.npy: No such file"),

@@ -188,7 +188,7 @@ def test_timelines_that_no_memory_holds_are_refused(refused, folder):
 
 def test_more_devices_than_a_cpu_can_play_are_refused(refused):
     error = refused("calibrate", "x.yaml", "--ranks", "100000000")
-    assert "--ranks is '100000000'; expected an integer, from 1 to 256" in error
+    assert "--ranks is '100000000'; expected an integer, from 2 to 256" in error
 
 
 @pytest.mark.parametrize("digits", [400, 5000])

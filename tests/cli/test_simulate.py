@@ -278,7 +278,7 @@ FILES = {
         "mixtral_8x7b",
     ): "CLUSTER mixtral_8x7b has no cluster; expected a .yaml file with it, or one of",
     ("calibrate", "."): "OUT is",
-    ("calibrate", "out.yaml", "--ranks", "1"): "--ranks is 1",
+    ("calibrate", "out.yaml", "--ranks", "1"): "--ranks is '1'; expected an integer, from 2 to 256",
 }
 TOGETHER = "must be given together, with I at most N"
 JOINS = ("--coordinator h:1", "--processes 2", "--coordinator h:1 --processes 2 --process 3")

@@ -70,7 +70,7 @@ def test_advice_knows_what_was_before():
 def test_the_command_prints_what_a_file_reads(tmp_path, capsys):
     trace = drifting_counts(MODEL, 8, range(16), 1, Drift(0.6, 0.3, 4.0, 0.1, 0.7))
     np.save(tmp_path / "trace.npy", trace)
-    assert main(["drift", str(tmp_path / "trace.npy"), "--per-token", "4"]) == 0
+    assert main(["drift", str(tmp_path / "trace.npy"), "--per-token", "4", "--skip", "0"]) == 0
     printed = capsys.readouterr().out
     (tmp_path / "file.yaml").write_text("version: 1\n" + printed)
     found, expected = load_config("FILE", str(tmp_path / "file.yaml")).routing.drift, fitted_drift(trace, 4)
@@ -78,6 +78,8 @@ def test_the_command_prints_what_a_file_reads(tmp_path, capsys):
     assert found.rank_std == pytest.approx(expected.rank_std, rel=0.01)
     assert main(["drift", str(tmp_path / "trace.npy"), "--per-token", "65"]) == 2
     assert "--per-token is 65; expected at most the 64 experts" in capsys.readouterr().err
+    assert main(["drift", str(tmp_path / "trace.npy"), "--per-token", "2", "--skip", "9"]) == 2
+    assert "--skip is '9'; expected an integer, from 0 to 8" in capsys.readouterr().err
 
 
 def test_rounded_shares_are_at_most_one(tmp_path, capsys, monkeypatch):

@@ -97,6 +97,13 @@ def test_nodes_have_equally_many_devices():
         calibrate.by_node(devices)
 
 
+def test_a_machine_of_one_device_is_refused(monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [Device(0, 0)])
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(ValueError, match=r"the machine has one device, Device\(.*\); expected at least 2, as one rank"):
+        calibrate.measure(2)
+
+
 @pytest.mark.slow
 def test_each_level_is_exchanged_alone(monkeypatch):
     for name, value in {"HIDDEN": 8, "MANY_ROWS": 64, "REPEATS": 1}.items():
