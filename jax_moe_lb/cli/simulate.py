@@ -234,7 +234,7 @@ def simulate(
         else:
             counts = recorded_counts(model, cluster, trace, limits)
             model = as_recorded(model, counts)
-        step, name = read.step.build(), system or read.system
+        step, name = read.step.build(), read.system if system is None else system
         model = step.parallel.share(model, cluster)
         slots = slots_of(replica_slots, read.replica_slots, model, cluster)
         migration = _migration(read, name, domain_sizes)

@@ -115,7 +115,7 @@ class _Layer:
     @property
     def replica_slots(self) -> int:
         # A rank with all experts needs no replicas.
-        return self.system.replica_slots if self.num_home < self.model.experts else 0
+        return min(self.system.replica_slots, self.model.experts - self.num_home)
 
     def forward(self) -> Memory:
         """Count the forward pass: the exchange beside the outputs of earlier rounds, or the hidden activations."""
@@ -166,7 +166,7 @@ class _Layer:
         model, slots = self.model, self.replica_slots
         home = model.experts // self.cluster.num_ranks * model.expert_bytes
         joined = kinds * (self.num_home + slots) * model.expert_bytes / model.matrices
-        joined = joined if slots and joins_weights(self.system, model, self.cluster) else 0.0
+        joined = joined if joins_weights(self.system, model, self.cluster, slots) else 0.0
         return Memory(
             replicas=float(slots * model.expert_bytes),
             buffers=float(buffers + self._tokens()),

@@ -233,7 +233,7 @@ def _round_s(system: System, model: ModelShape, cluster: Cluster) -> float:
     if cluster.hbm_bytes_per_s is None:
         return cluster.round_s
     rows, copies = system.dispatch.cost().row_arrays(model.tokens, model.per_token, cluster.topology()), model.tokens
-    slots = model.experts // cluster.num_ranks + system.replica_slots
+    slots = min(model.experts // cluster.num_ranks + system.replica_slots, model.experts)
     summed = summed_in_loop(float(slots * model.expert_bytes), SUMS_BYTES / model.itemsize)
     permuted = 3 * permuted_bytes(rows.gathered(float(copies * model.per_token)) * model.row_bytes)
     empty = rows.computed * empty_row_bytes(model, 3)
@@ -292,9 +292,8 @@ def _part(
         load_after += load(wave_plan)
     if cluster.communication.padded:
         moved = _with_padding(moved, waves, cost, num_copies)
-    weights, gradients = replicas_between(plan), gradients_between(plan)
-    copied = system.replica_slots * joins_weights(system, model, cluster)
-    arriving = _arriving(gradients, copied, model)
+    weights, gradients, replicas = replicas_between(plan), gradients_between(plan), plan.slots - plan.num_home
+    arriving = _arriving(gradients, replicas * joins_weights(system, model, cluster, replicas), model)
     return _Part(ranks, moved, weights, gradients, replicas_by_slot(plan), plan.domain, arriving, load_after)
 
 
@@ -390,7 +389,7 @@ def _merged(
         shared_work(model, cluster, migration, counts.shape[1], system.dispatch),
         replicate=None if weights.is_empty else weights,
         return_home=None if gradients.is_empty else gradients,
-        joins=joins_weights(system, model, cluster),
+        joins=joins_weights(system, model, cluster, len(parts[0].by_slot)),
         arriving=max(part.arriving for part in parts),
         engine=system.replicate.uses_copy_engines and not cluster.communication.padded,
         early=not needs_counts(system.balancer),

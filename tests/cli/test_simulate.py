@@ -224,6 +224,7 @@ def test_calibrate_writes_what_simulate_reads(capsys, tmp_path, monkeypatch):
 
 
 REFUSED = [
+    (("--system", ""), "--system is ''; expected one of eplb"),
     (("--system", "ultra"), "--system is 'ultra'; expected one of eplb"),
     (("--system", "plain", "--replica-slots", "2"), "--replica-slots is 2; expected none, as plain"),
     (("--replica-slots", "two"), "--replica-slots is 'two'"),

@@ -7,8 +7,9 @@ import pytest
 
 from jax_moe_lb import Buffers, feplb
 from jax_moe_lb.layer import systems
-from jax_moe_lb.sim import Cluster, Links, ModelShape, simulate
+from jax_moe_lb.sim import Cluster, Links, Migration, ModelShape, Step, simulate
 from jax_moe_lb.sim.hbm import traffic_of
+from jax_moe_lb.sim.memory import memory_of
 from jax_moe_lb.sim.work import _arriving
 
 MODEL = ModelShape(layers=2, hidden=64, inner=128, experts=8, per_token=2, tokens=256)
@@ -115,6 +116,18 @@ def test_gradients_of_weights_in_parts_are_not_split():
     assert (joined.joined, in_parts.joined) == (2 * 2 * 3 * WIDE.expert_bytes, 0)
     assert joined.arriving - in_parts.arriving == (2 + 2 * 2) * WIDE.expert_bytes
     assert replace(joined, joined=0.0, arriving=in_parts.arriving) == in_parts
+
+
+def test_no_rank_has_more_slots_than_experts():
+    """A default system on one rank has no replicas; two experts on two ranks have one slot each."""
+    alone, pair = Cluster((Links("gpu", 1, 1e9),), hbm_bytes_per_s=1e6), Cluster((Links("gpu", 2, 1e9),))
+    counts = np.full((1, 8), 64, np.int32)
+    assert not {"joined weights", "sums of replicas"} & set(simulate(systems.exact(), MODEL, alone, counts).stages)
+    two = replace(MODEL, experts=2)
+    for model, cluster, slots in ((MODEL, alone, 0), (two, pair, 1)):
+        assert traffic_of(systems.exact(2), model, cluster) == traffic_of(systems.exact(slots), model, cluster)
+        found = [memory_of(systems.exact(n), model, cluster, Migration(), Step()) for n in (2, slots)]
+        assert found[0] == found[1]
 
 
 def test_loops_carry_outputs_and_wide_sums():
