@@ -174,7 +174,9 @@ class MeasuredGemm:
 
     def __post_init__(self) -> None:
         if not self.rows or len(self.rows) != len(self.flops_per_s):
-            raise ValueError(f"rows has {len(self.rows)} points, flops_per_s {len(self.flops_per_s)}; expected as many")
+            raise ValueError(
+                f"rows has {len(self.rows)} points, flops_per_s {len(self.flops_per_s)}; expected as many, at least one"
+            )
         if min(self.rows) <= 0 or any(a >= b for a, b in zip(self.rows, self.rows[1:], strict=False)):
             raise ValueError(f"rows is {self.rows}; expected ascending numbers above 0")
         if not 0 < min(self.flops_per_s) <= max(self.flops_per_s) < math.inf:

@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.device_rates import GpuRates, device_rates, rated_devices
@@ -216,6 +216,12 @@ class PeersSection(_Section):
     size: CountField
     rate: RateField | None = None
     latency: TimeField = 0.0
+
+    @model_validator(mode="after")
+    def _has_rate(self) -> "PeersSection":
+        if self.size > 1 and self.rate is None:
+            raise ValueError(f"has no rate; expected one between its {self.size} ranks, such as 50 GB/s")
+        return self
 
     def build(self) -> Peers:
         """Build the `Peers`."""

@@ -122,6 +122,11 @@ BAD = [
     (CLUSTER, {"device": "v100"}, "device is 'v100'; expected a GPU with rates: a100, "),
     (CLUSTER, {"device": "v5e"}, "device is 'v5e'; expected a GPU with rates: a100, "),
     (CLUSTER, {"communication": {"collectives": "rings"}}, "communication.collectives is 'rings'"),
+    (
+        (),
+        {"step": {"parallel": {"pipeline": {"size": 4}}}},
+        "step.parallel.pipeline has no rate; expected one between its 4 ranks, such as 50 GB/s",
+    ),
     (MODEL, {"layers": 0}, "model.layers is 0"),
     (MODEL, {"per_token": 17}, "per_token is 17; expected at most the 16 experts"),
     (MODEL, {"itemsize": 3}, "itemsize is 3; expected one of 1, 2, 4"),

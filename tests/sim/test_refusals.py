@@ -72,7 +72,7 @@ REFUSED = {
     "pipeline has 3 parts; expected at most": lambda: Parallel(pipeline=Peers(3, 1.0)).share(MODEL, CLUSTER),
     "tensor.size is 3; expected a divisor of inner 32": lambda: Parallel(Peers(3, 1.0)).share(MODEL, CLUSTER),
     # times
-    "expected as many": lambda: MeasuredGemm((), ()),
+    "rows has 0 points, flops_per_s 0; expected as many, at least one": lambda: MeasuredGemm((), ()),
     "rows has 2 points, flops_per_s 1": lambda: MeasuredGemm((1.0, 2.0), (1.0,)),
     "(2.0, 1.0); expected ascending numbers above 0": lambda: MeasuredGemm((2.0, 1.0), (1.0, 1.0)),
     "(0.0, 1.0); expected ascending numbers above 0": lambda: MeasuredGemm((0.0, 1.0), (1.0, 1.0)),
