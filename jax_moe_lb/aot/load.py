@@ -1,5 +1,6 @@
 """Sizes of a layer, and its token copies and replicas under a plan: bytes of exchanges and rows of products."""
 
+import itertools
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -21,7 +22,7 @@ from jax_moe_lb.core.types import Counts
 from jax_moe_lb.layer.facts import layer_facts
 from jax_moe_lb.layer.plan_on_host import plan_on_host
 from jax_moe_lb.layer.systems import System
-from jax_moe_lb.recordings.counts_files import read_counts
+from jax_moe_lb.recordings.counts_files import MOST_ENTRIES, read_counts
 from jax_moe_lb.transport.dispatch import Dispatch
 from jax_moe_lb.transport.wave_rows import WaveRows
 
@@ -93,8 +94,13 @@ def check_sizes(sizes: LayerSizes, num_devices: int) -> None:
         raise ValueError(f"E is {sizes.experts}; expected a multiple of the target's {num_devices} devices")
     if sizes.per_token > sizes.experts:
         raise ValueError(f"K is {sizes.per_token}; expected at most E, {sizes.experts}")
-    if max(num_devices * sizes.tokens * sizes.per_token, sizes.tokens * sizes.hidden) > MOST:
-        raise ValueError(f"T is {sizes.tokens}; expected at most {MOST} token copies of all ranks")
+    for letter, size, number, most, what in (
+        ("T", sizes.tokens, num_devices * sizes.tokens * sizes.per_token, MOST, "token copies of all ranks"),
+        ("T", sizes.tokens, sizes.tokens * sizes.hidden, MOST, "elements of the tokens of a rank"),
+        ("E", sizes.experts, num_devices * sizes.experts, MOST_ENTRIES, "counts of all ranks"),
+    ):
+        if number > most:
+            raise ValueError(f"{letter} is {size}; expected at most {most} {what}, not {number}")
 
 
 DEFAULT_LOAD = "zipf:1.0"
@@ -371,11 +377,12 @@ def zipf_counts(sizes: LayerSizes, num_ranks: int, exponent: float, seed: int = 
     rng = np.random.default_rng(seed)
     logs = -exponent * np.log(rng.permutation(sizes.experts) + 1.0)
     counts = np.zeros((num_ranks, sizes.experts), np.int32)
-    for rank in range(num_ranks):
+    step = max(1, MOST_ENTRIES // sizes.experts)
+    for rank, first in itertools.product(range(num_ranks), range(0, sizes.tokens, step)):
         # The largest noisy logits are a sample without replacement.
-        noisy = logs + rng.gumbel(size=(sizes.tokens, sizes.experts))
+        noisy = logs + rng.gumbel(size=(min(step, sizes.tokens - first), sizes.experts))
         chosen = np.argpartition(-noisy, sizes.per_token - 1, axis=1)[:, : sizes.per_token]
-        counts[rank] = np.bincount(chosen.reshape(-1), minlength=sizes.experts)
+        counts[rank] += np.bincount(chosen.reshape(-1), minlength=sizes.experts)
     return counts
 
 

@@ -72,6 +72,8 @@ def test_several_domains_are_nodes_of_the_mesh():
         (LayerSizes(experts=12), "E is 12; expected a multiple of the target's 8 devices"),
         (LayerSizes(experts=8, per_token=9), "K is 9; expected at most E, 8"),
         (LayerSizes(tokens=2**31 - 1), "T is 2147483647; expected at most 2147483647 token copies of all ranks"),
+        (LayerSizes(tokens=2**20, hidden=2**12), "at most 2147483647 elements of the tokens of a rank, not 4294967296"),
+        (LayerSizes(experts=2**22), "E is 4194304; expected at most 16777216 counts of all ranks, not 33554432"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(sizes, message):
