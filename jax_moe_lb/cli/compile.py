@@ -169,7 +169,7 @@ def compile_command(
         other = None if against is None else read_timeline(against)
         if load != DEFAULT_LOAD and timeline is None and other is None:
             raise ValueError(f"load is {shown(load)}; expected {DEFAULT_LOAD} without --timeline and --against")
-        planned = planned_load(machine, layer, chosen, load, timeline) if timeline or other else None
+        planned = planned_load(machine, layer, chosen, load) if timeline or other else None
         machine.require_compiler()
         with nullcontext() if logs else quiet_stderr():
             use_no_accelerators()
@@ -201,10 +201,8 @@ def _show(
             print_difference(found, other)
 
 
-def planned_load(machine: Target, layer: LayerSizes, system: System, load: str, trace: Path | None = None) -> LayerLoad:
+def planned_load(machine: Target, layer: LayerSizes, system: System, load: str) -> LayerLoad:
     """Return the load of a timeline, after all checks that need no compiler."""
-    if trace is not None and (trace.is_dir() or not trace.absolute().parent.is_dir()):
-        raise ValueError(f"--timeline is {trace}; expected a file in an existing folder")
     rates_of(machine)
     topology = machine.topology()
     check_sizes(layer, topology.num_ranks)

@@ -4,6 +4,7 @@ Commands print a table or one JSON object. Bad input prints one line on stderr a
 are parsed from text here, because the messages of typer depend on the version.
 """
 
+import errno
 import inspect
 import json
 import math
@@ -133,7 +134,7 @@ def path_texts(text: str) -> list[str]:
 
 
 def check_outputs(inputs: Sequence[tuple[str, Path]], outputs: Sequence[tuple[str, Path, str]]) -> None:
-    """Check that no output is an input or another output, and that none replaces a file of another kind."""
+    """Check that outputs are no inputs, differ, have a folder, and replace no file of another kind."""
     # Call it before any input is read.
     for at, (name, path, suffix) in enumerate(outputs):
         for other, given in [*inputs, *((other, earlier) for other, earlier, _ in outputs[:at])]:
@@ -143,6 +144,10 @@ def check_outputs(inputs: Sequence[tuple[str, Path]], outputs: Sequence[tuple[st
                 )
         if suffix and os.path.isfile(path) and not _is_of_kind(path, suffix):
             raise ValueError(f"{name} is {path}, an existing file; expected a new file, or a {suffix} file to replace")
+        # A command may take minutes before it writes.
+        if suffix and (os.path.isdir(path) or not os.path.isdir(path.absolute().parent)):
+            reason = os.strerror(errno.EISDIR if os.path.isdir(path) else errno.ENOENT)
+            raise ValueError(f"{name} is {path}: {reason}; expected a writable file")
 
 
 def _is_same_file(path: Path, given: Path) -> bool:

@@ -296,8 +296,6 @@ def calibrate(
         from jax_moe_lb.sim.machine_profile import to_yaml, warnings
         from jax_moe_lb.sim.measure import HIDDEN, INNER, MOST_RANKS, measure
 
-        if out.is_dir() or not out.parent.is_dir():
-            raise ValueError(f"OUT is {out}; expected a file in an existing folder")
         most_ranks = parse_integer("--ranks", ranks, MOST_RANKS, least=2) or 2
         number = _join(coordinator, processes, process)
         found = measure(most_ranks)

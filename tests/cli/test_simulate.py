@@ -273,6 +273,9 @@ FILES = {
     ("advise", *BOTH, "--ratio", "0.5"): "--ratio is '0.5'; expected a number, at least 1",
     ("advise", *BOTH, "--trace", "flat.npy", "--tokens", "9"): "--tokens is '9'; expected none beside --trace",
     ("advise", "zz", "config.yaml"): "MODEL is 'zz'",
+    # Before a search of minutes, or the first input.
+    ("advise", "zz", "zz", "--out", "no/layer.py"): "--out is no/layer.py: No such file or directory; expected a",
+    ("simulate", "zz", "--png", "."): "--png is .: Is a directory; expected a writable file",
     (
         "advise",
         "nvl72",
