@@ -98,6 +98,7 @@ def read_timeline(path: Path) -> dict[str, Any]:
             raise TypeError
         if not isinstance(found["title"], str):
             raise TypeError
+        json.dumps(found, allow_nan=False)
     except OSError as error:
         raise ValueError(f"--against is {path}: {error.strerror or error}; {expected}") from error
     except LimitError as error:

@@ -295,7 +295,7 @@ def print_effects(
 
 def print_json(value: dict) -> None:
     """Print one JSON object on one line of stdout."""
-    print_text(json.dumps(value))
+    print_text(json.dumps(value, allow_nan=False))
 
 
 def print_text(text: str) -> None:

@@ -10,6 +10,7 @@ from rich.console import Console
 from jax_moe_lb.aot import Target
 from jax_moe_lb.aot.timeline import timeline
 from jax_moe_lb.aot.timeline_report import print_difference, print_timeline, read_timeline, write_timeline
+from jax_moe_lb.cli.output import print_json
 from jax_moe_lb.collectives.exchange_paths import ExchangePath
 from tests.aot.scheduled import even_counts, load_of, schedule
 
@@ -82,6 +83,17 @@ def test_sums_that_are_no_numbers_are_refused(number, step):
     found = json.loads(step.read_text())
     found["otherData"]["total_s"] = "number"
     step.write_text(json.dumps(found).replace('"number"', number))
+    with pytest.raises(ValueError, match=r"^--against is .*, no timeline; expected a file of --timeline$"):
+        read_timeline(step)
+
+
+def test_json_has_finite_numbers_alone(step):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        print_json({"mine": float("nan")})
+    # `compile --json` prints other keys of a file, too.
+    found = json.loads(step.read_text())
+    found["otherData"]["mine"] = [float("inf")]
+    step.write_text(json.dumps(found))
     with pytest.raises(ValueError, match=r"^--against is .*, no timeline; expected a file of --timeline$"):
         read_timeline(step)
 
