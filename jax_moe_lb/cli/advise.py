@@ -398,6 +398,8 @@ def advise(
         limits, compression = parse_limits(file_limits), parse_number("--ratio", ratio, Least(1.0))
         of_model = load_config("MODEL", model, "model", limits=limits)
         of_cluster = load_config("CLUSTER", cluster, "cluster", limits=limits)
+        if model != cluster and (unused := sorted({"routing", "step"} & of_model.model_fields_set)):
+            note(f"MODEL {model}: {' and '.join(unused)} not used; advise reads routing and step of CLUSTER {cluster}")
         check_recorded(trace, imbalance=imbalance, tokens=tokens)
         shape, whole = model_of(of_model, tokens), cluster_of(of_cluster)
         machine, step = expert_group(shape, whole, of_cluster.step.build())

@@ -247,6 +247,16 @@ def test_bad_options(capsys, config, argv, message):
     assert message in refusal(capsys, "simulate", config, *argv)
 
 
+def test_a_step_in_the_file_of_the_model_is_noted(capsys, config, tmp_path):
+    model = tmp_path / "model.yaml"
+    model.write_text(CONFIG + "step: {backward: false}\n")
+    assert main(["advise", str(model), config, "--trace", "none.npy"]) == 2
+    first, last = capsys.readouterr().err.splitlines()
+    expected = f"routing and step not used; advise reads routing and step of CLUSTER {config}"
+    assert first == f"note: MODEL {model}: {expected}"
+    assert last.startswith("error: --trace is none.npy")
+
+
 BOTH = ("config.yaml", "config.yaml")
 FILES = {
     ("simulate", "h100"): "near ones are h100_node, ",
