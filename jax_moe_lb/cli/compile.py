@@ -156,8 +156,8 @@ def compile_command(
     pip install '.[cuda]' or pip install '.[tpu]' in a checkout.
     """
     given = {"system": system, "replica_slots": replica_slots, "headroom": headroom, "max_rounds": max_rounds}
-    with one_line_errors(load=load, **given):
-        machine, layer = Target.parse(target), LayerSizes.parse(",".join(sizes)) if sizes else LayerSizes()
+    with one_line_errors(target=target, sizes=_joined(sizes), load=load, **given):
+        machine, layer = Target.parse(target), LayerSizes.parse(_joined(sizes)) if sizes else LayerSizes()
         chosen = system_of(
             system,
             parse_integer("--replica-slots", replica_slots, least=0),
@@ -209,6 +209,10 @@ def planned_load(machine: Target, layer: LayerSizes, system: System, load: str) 
     return LayerLoad.of(system, layer, topology, counts_of(load, layer, topology.num_ranks), load)
 
 
+def _joined(sizes: list[str] | None) -> str:
+    return ",".join(sizes or ())
+
+
 def _saved(names: list[str]) -> Saved:
     known = [field.name for field in fields(Saved)]
     for name in names:
@@ -246,8 +250,8 @@ def tune_command(
     It compiles about ten forms of the layer with gradients, each in 10 to 30 seconds, and estimates their times. The
     forms differ in dispatch, chunks, saved arrays and the scheduler of the compiler.
     """
-    with one_line_errors(layers=layers, memory=memory, load=load):
-        machine, shape = Target.parse(target), LayerSizes.parse(",".join(sizes)) if sizes else LayerSizes()
+    with one_line_errors(target=target, sizes=_joined(sizes), layers=layers, memory=memory, load=load):
+        machine, shape = Target.parse(target), LayerSizes.parse(_joined(sizes)) if sizes else LayerSizes()
         chosen, number = system_of(system), parse_integer("--layers", layers)
         limit = None if memory is None else _bytes(memory)
         planned_load(machine, shape, chosen, load)

@@ -45,8 +45,10 @@ def one_line_errors(**options: str | None) -> Iterator[None]:
     except (ValueError, OSError) as error:
         message = str(error)
         field = message.partition(" is ")[0].rpartition(".")[2]  # such as Topology.ranks_per_domain
-        if options.get(field) is not None:
-            message = f"--{field.replace('_', '-')}{message.partition(field)[2]}"
+        # Options of sizes have their unit in the value.
+        name = field.removesuffix("_bytes")
+        if options.get(name) is not None:
+            message = f"--{name.replace('_', '-')}{message.partition(field)[2]}"
         print_error(message)
         raise typer.Exit(BAD_INPUT) from error
 

@@ -12,12 +12,16 @@ from jax_moe_lb.aot import quiet_stderr
 from jax_moe_lb.aot.targets import EXTRAS
 from tests.cli.commands import refusal
 
-BAD = [(("--train",), "--target"), (("--target", "x" * 10**6), "expected NAME:NODESxGPUS")]
+BAD = [
+    (("--train",), "--target"),
+    (("--target", "x" * 10**6), "--target is 'xxx"),
+    (("--target", "h100"), "expected NAME:NODESxGPUS"),
+]
 BAD_OPTIONS = [
     (("--system", "nope"), "--system is 'nope'; expected one of eplb, "),
     (("--system", "exact+ultraep"), "expected one of direct, once, forward, rails after +"),
     (("--system", "feplb+rails"), "dispatch is 'rails'; expected none for a system with TwoPhase"),
-    (("--sizes", "H=64", "--sizes", "H=32"), "sizes is 'H=64,H=32'"),
+    (("--sizes", "H=64", "--sizes", "H=32"), "--sizes is 'H=64,H=32'"),
     (("--system", "plain", "--replica-slots", "2"), "--replica-slots is 2;"),
     (("--replica-slots", "-1"), "--replica-slots is '-1'; expected an integer, at least 0"),
     (("--replica-slots", "0", "--timeline", "t", "--load", "no.npy"), "--load is no.npy: No such file"),

@@ -34,6 +34,7 @@ def test_the_fastest_form_as_json_and_text(compiled, capsys):
     assert [one["name"] for one in found["tried"]][:3] == ["own form", "one round", "two chunks"]
     assert main(["tune", *SMALL, "--memory", "0.9MB"]) == 0
     assert "fastest: Once" in capsys.readouterr().out
+    assert "--memory is 1000; expected at least " in refusal(capsys, "tune", *SMALL, "--memory", "1kB")
 
 
 BAD = [
