@@ -46,7 +46,7 @@ from jax_moe_lb.core.torus import slice_axes
 
 @contextmanager
 def quiet_stderr() -> Iterator[None]:
-    """Suppress compiler logs on stderr, and print them if an exception other than `ValueError` occurs.
+    """Suppress compiler logs on stderr, and print them if an exception other than `ValueError` or Ctrl-C occurs.
 
     The message of a `ValueError` is sufficient without the log. If the compiler ends this process, another process
     prints one line with the signal and the compiler's last message.
@@ -63,7 +63,7 @@ def quiet_stderr() -> Iterator[None]:
         os.dup2(log.fileno(), 2)
         try:
             yield
-        except ValueError:
+        except (ValueError, KeyboardInterrupt):
             raise
         except BaseException:
             log.seek(0)

@@ -97,6 +97,13 @@ def test_an_interrupt_from_the_terminal_does_not_reach_the_reporter(monkeypatch)
         assert os.getpgid(started[0].pid) == started[0].pid
 
 
+def test_an_interrupt_does_not_print_the_log(capfd):
+    with pytest.raises(KeyboardInterrupt), quiet_stderr():
+        os.write(2, b"W0000 a warning\n")
+        raise KeyboardInterrupt
+    assert capfd.readouterr().err == ""
+
+
 def test_after_a_crash_it_comes_out(capfd):
     def crash():
         os.write(2, b"F0000 the reason\n")
