@@ -191,11 +191,11 @@ class OperationTime:
         return Estimate(rates.start + nbytes / rates.copy_engines, "link")
 
     def _exchange(self, one: ScheduledOperation, shape: ExchangeShape, i: int) -> Estimate:
+        on = self._group(shape)
         if not shape.updates:
             crosses = self.target.num_domains > 1 and (shape.axes is None or shape.axes[:1] == ("node",))
-            return collective_time(shape.kind, shape.nbytes, shape.num_ranks, crosses, self.machine)
-        row_bytes = max(1, shape.nbytes // max(shape.operand_rows, 1))
-        on, path = self._group(shape), ExchangePath(shape.path)
+            return collective_time(shape.kind, shape.nbytes, shape.num_ranks, crosses, on)
+        row_bytes, path = max(1, shape.nbytes // max(shape.operand_rows, 1)), ExchangePath(shape.path)
         groups = self._in_groups(one, shape, i)
         times = (exchange_time(sent, path, row_bytes, shape.operand_rows, on) for sent in groups)
         return max(times, key=lambda estimate: estimate.seconds)

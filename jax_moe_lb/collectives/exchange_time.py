@@ -65,10 +65,11 @@ def exchange_time(sent: UpdateBytes, path: ExchangePath, row_bytes: int, operand
 
 
 def collective_time(kind: str, nbytes: int, num_ranks: int, crosses: bool, on: Machine) -> Estimate:
-    """Estimate the time of another collective, as a ring or an even exchange."""
+    """Estimate the time of another collective, as a ring or an even exchange; a permute sends all of its bytes."""
     if num_ranks < 2:
         return Estimate(0.0, "latency")
-    passed = nbytes * (2 if kind == "all-reduce" else 1) * (num_ranks - 1) / num_ranks
+    others = 1.0 if kind == "collective-permute" else (num_ranks - 1) / num_ranks
+    passed = nbytes * (2 if kind == "all-reduce" else 1) * others
     link_s, name = passed / (on.rates.link * on.rates.link_share), "link"
     fixed = on.rates.collective
     if crosses and isinstance(on.rates, GpuRates):

@@ -446,12 +446,11 @@ def shared_work(
     # int32 has 4 bytes.
     counts = all_gather(4.0 * (num_experts + ERROR_WORDS), inside, cluster)
     address = exchanged(all_to_all(float(members * dispatch.cost().address_bytes), inside, cluster), inside, cluster)
+    gather, gather_home = migration.gather(travelling, cluster), migration.gather_home(returning, cluster)
     if cluster.communication.padded:
         # An all-gather is one operation, and addresses follow from the counts.
         hops = exchange_hops(cluster.num_ranks, 0, 1)
         counts, address = tuple(with_messages(one, hops) for one in counts), address.times(0.0)
-    gather, gather_home = migration.gather(travelling, cluster), migration.gather_home(returning, cluster)
-    if cluster.communication.padded:
         # A level of two members takes two permutes for each weight array, or for all encoded ones.
         permutes = 2 * (1 if migration.codec.compresses else model.matrices)
         hops = exchange_hops(cluster.num_ranks, permutes, 1)

@@ -108,6 +108,13 @@ def test_overflow_rounds_follow_from_the_load():
     assert [skewed.sent(0, i).sum() for i in range(7)] == 6 * [640] + [256]
 
 
+def test_an_exchange_between_nodes_alone_takes_their_network():
+    shape = ExchangeShape("all-to-all", ("node",), 2, 2**30, 2**30, 1, 0, "")
+    found = OperationTime(Target.parse("h100:2x8"))._exchange(ONE["gathered"], shape, 0)
+    wait = RATES.collective + RATES.network_latency
+    assert found.seconds == pytest.approx(wait + 2**29 / (RATES.network * RATES.network_share))
+
+
 def test_gradients_of_empty_slots_are_not_written():
     """On the rank with the most replicas; kernels of TPUs and libraries clear all groups."""
     load = EVEN

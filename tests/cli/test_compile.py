@@ -98,9 +98,12 @@ def test_an_interrupt_from_the_terminal_does_not_reach_the_reporter(monkeypatch)
 
 
 def test_an_interrupt_does_not_print_the_log(capfd):
-    with pytest.raises(KeyboardInterrupt), quiet_stderr():
+    def interrupted():
         os.write(2, b"W0000 a warning\n")
         raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), quiet_stderr():
+        interrupted()
     assert capfd.readouterr().err == ""
 
 

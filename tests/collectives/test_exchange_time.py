@@ -105,4 +105,6 @@ def test_other_collectives():
     assert large.seconds == pytest.approx(H100.collective + 2**30 * 7 / 8 / (H100.link * H100.link_share))
     assert collective_time("all-reduce", 2**30, 8, False, NODE).seconds > large.seconds
     assert collective_time("all-gather", 2**30, 1, False, NODE).seconds == 0.0
+    permute = collective_time("collective-permute", 2**30, 2, False, NODE)
+    assert permute.seconds == pytest.approx(H100.collective + 2**30 / (H100.link * H100.link_share))
     assert collective_time("all-to-all", 2**30, 16, True, NODE).bound == "network"
