@@ -5,7 +5,7 @@ import re
 import jax
 import pytest
 
-from jax_moe_lb import greedy, plain
+from jax_moe_lb import exact, greedy, plain
 from jax_moe_lb.aot import LayerSizes, Target, compile_layer, layer
 from jax_moe_lb.layer.systems import system_named
 
@@ -49,6 +49,16 @@ def test_no_constant_of_a_layer_is_empty(name, monkeypatch):
     operands = re.findall(r"sdy.manual_computation\(.*? manual_axes=\S+ \((.*)\) \{$", str(found.value), re.M)
     assert operands
     assert "tensor<0x" not in str(operands)
+
+
+def test_a_rank_has_no_more_slots_than_experts(monkeypatch):
+    def traced(*_, system, **__):
+        raise Lowered(system.replica_slots)
+
+    monkeypatch.setattr(layer, "_layer", traced)
+    with pytest.raises(Lowered) as found:
+        compile_layer(exact(99), HERE, SIZES)
+    assert found.value.args == (14,)
 
 
 @pytest.mark.slow
