@@ -103,7 +103,7 @@ def advised(number: int, *, large: bool) -> Found | None:
     seen = loads[:2]
     # The other results of `advise` do not change its recommendation.
     answer = Advice(search(space, judge, seen, seen), (), None)
-    choice = Choice() if answer.leave_off and answer.found.fits else answer.best.choice
+    choice = Choice() if answer.leave_off else answer.best.choice
     return regret_of(choice, judge, space, loads)
 
 

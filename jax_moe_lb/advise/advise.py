@@ -132,8 +132,8 @@ class Advice:
 
     @property
     def leave_off(self) -> bool:
-        """True if plain suffices: the gain is too small, or plain is faster by as much on some workload."""
-        return self.gain < WORTH_IT or min(self.gains) < -WORTH_IT
+        """True if plain fits and suffices: the gain is too small, or plain is faster by as much on some workload."""
+        return self.found.fits and (self.gain < WORTH_IT or min(self.gains) < -WORTH_IT)
 
     @property
     def alike(self) -> tuple[SearchResult, ...]:

@@ -124,8 +124,8 @@ def code_of(one: SearchResult, judge: Evaluator) -> str:
 
 
 def recommended(answer: Advice) -> SearchResult:
-    """Return plain if balancing is to be left off and it fits, else the best choice."""
-    return answer.plain if answer.leave_off and answer.found.fits else answer.best
+    """Return plain if balancing is to be left off, else the best choice."""
+    return answer.plain if answer.leave_off else answer.best
 
 
 def advice_table(title: str, answer: Advice) -> Table:

@@ -91,6 +91,8 @@ def test_plain_suffices_without_a_gain_or_where_it_is_faster(times, is_off):
     report = judged(Choice(), Evaluator(MODEL, machine(), Step()), drawn(1.0)).report
     outcomes = SearchResult(Choice("greedy", 1), report, times), SearchResult(Choice(), report, (1.0, 1.0))
     assert Advice(SearchResults(outcomes, {}, {}, True), (), None).leave_off == is_off
+    # Where plain does not fit, it suffices for nothing.
+    assert not Advice(SearchResults(outcomes, {}, {}, False), (), None).leave_off
 
 
 @pytest.mark.slow
