@@ -138,7 +138,8 @@ class Advice:
     @property
     def alike(self) -> tuple[SearchResult, ...]:
         """Other results that these workloads cannot distinguish from the best: the range of their ratios includes 1."""
-        return tuple(one for one in self.found.outcomes[1:] if one.is_like(self.best))
+        others = (one for one in self.found.outcomes[1:] if one.choice not in self.found.refused)
+        return tuple(one for one in others if one.is_like(self.best))
 
 
 def advise(

@@ -92,7 +92,8 @@ def test_plain_suffices_without_a_gain_or_where_it_is_faster(times, is_off):
     outcomes = SearchResult(Choice("greedy", 1), report, times), SearchResult(Choice(), report, (1.0, 1.0))
     assert Advice(SearchResults(outcomes, {}, {}, True), (), None).leave_off == is_off
     # Where plain does not fit, it suffices for nothing.
-    assert not Advice(SearchResults(outcomes, {}, {}, False), (), None).leave_off
+    alone = Advice(SearchResults(outcomes, {}, {Choice(): "needs more"}, False), (), None)
+    assert (alone.leave_off, alone.alike) == (False, ())
 
 
 @pytest.mark.slow
