@@ -110,5 +110,5 @@ def test_a_file_says_them(tmp_path):
     expected = Parallel(Peers(2, 360e9, 3e-6), Peers(), Peers(4, 50e9, 10e-6), 16)
     assert load_config("FILE", str(path)).step.build().parallel == expected
     path.write_text(FILE.replace("size: 2, rate: 360 GB/s", "size: 2"))
-    with pytest.raises(ValueError, match="bytes_per_s is None"):
+    with pytest.raises(ValueError, match=r"step\.parallel\.tensor has no rate; expected one between its 2 ranks"):
         load_config("FILE", str(path))
