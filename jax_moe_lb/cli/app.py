@@ -17,6 +17,7 @@ from jax_moe_lb.cli.advise import advise
 from jax_moe_lb.cli.compile import compile_command, tune_command
 from jax_moe_lb.cli.convert import convert, drift
 from jax_moe_lb.cli.doctor import diagnosis, facts_table, implementations_table, products_table, version
+from jax_moe_lb.cli.entry import INTERRUPTED
 from jax_moe_lb.cli.output import (
     BAD_INPUT,
     BalancerOption,
@@ -44,7 +45,6 @@ from jax_moe_lb.cli.simulate import calibrate, simulate
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.recordings.counts_files import read_counts, read_trace, write_plans
 
-INTERRUPTED = 130
 UsageError: Any = typer.BadParameter.__mro__[1]
 """`UsageError` of click, which typer imports or vendors, depending on the version."""
 

@@ -148,6 +148,15 @@ def test_usage(capsys, argv):
 COMMANDS = typer.main.get_command(app).commands
 
 
+def test_an_interrupt_of_the_imports_has_no_traceback(capsys, monkeypatch):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jax_moe_lb.cli.entry.import_module", interrupted)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("name", ["", *(name for name in COMMANDS if name != "doctor")])
 def test_a_bare_command_prints_its_help(capsys, name):
     argv = [name] if name else []
