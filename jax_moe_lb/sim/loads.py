@@ -258,8 +258,11 @@ def _drawn(
     chances: Float[np.ndarray, "steps R E"], model: ModelShape, rng: np.random.Generator
 ) -> Int[np.ndarray, "steps R E"]:
     # Equal probabilities give equal counts.
-    alike = np.ptp(chances) == 0
-    expected = chances * model.tokens if alike else rng.binomial(model.tokens, chances).astype(float)
+    expected = chances * model.tokens
+    if np.ptp(chances) > 0:
+        sampled = rng.binomial(model.tokens, chances)
+        # A rank with few tokens may sample no copy at all.
+        expected = np.where(sampled.any(-1, keepdims=True), sampled, expected)
     return _whole(expected.reshape(-1, model.experts), model).reshape(expected.shape)
 
 

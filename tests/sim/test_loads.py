@@ -25,6 +25,11 @@ def test_ranks_have_the_wanted_imbalance(case):
     np.testing.assert_array_equal(counts, skewed_counts(shape(experts, per_token, 2048), ranks, imbalance, 3, 1))
 
 
+def test_a_rank_that_samples_no_copy_routes_its_tokens_too():
+    assert (skewed_counts(shape(3, 1, 1), 3, 1.5, 8).sum(2) == 1).all()
+    assert (skewed_counts(shape(7, 1, 2), 7, 1.5, 8).sum(2) == 2).all()
+
+
 def test_at_imbalance_one_all_experts_get_the_same():
     assert (skewed_counts(shape(16, 2, 128), 4, 1.0, 1) == 16).all()
 
