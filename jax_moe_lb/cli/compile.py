@@ -76,6 +76,13 @@ def compose(
     return Candidate(name, system.by_rule(topology, model.experts, model.per_token), migration)
 
 
+def takes_slots(name: str) -> bool:
+    """Return whether a composed system name leaves the number of replica slots open."""
+    first, _, rest = name.partition("+")
+    system, options = parse_system((rest or "plain") if first == GATHERED else name)
+    return "replica_slots" not in options and make_system(system, {}).replica_slots > 0
+
+
 def system_of(
     text: str, replica_slots: int | None = None, headroom: float | None = None, max_rounds: int | None = None
 ) -> System:

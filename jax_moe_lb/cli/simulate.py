@@ -12,7 +12,7 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
-from jax_moe_lb.cli.compile import compose
+from jax_moe_lb.cli.compile import GATHERED, compose, takes_slots
 from jax_moe_lb.cli.output import (
     FileLimitsOption,
     Json,
@@ -236,7 +236,9 @@ def simulate(
             model = as_recorded(model, counts)
         step, name = read.step.build(), read.system if system is None else system
         model = step.parallel.share(model, cluster)
-        slots = slots_of(replica_slots, read.replica_slots, model, cluster)
+        # Slots of a file are those of its system, and of others that take as many.
+        in_file = read.replica_slots if system is None or takes_slots(system) else None
+        slots = slots_of(replica_slots, in_file, model, cluster)
         migration = _migration(read, name, domain_sizes)
         candidate = compose(name, model, cluster, step, slots, migration)
         states = None
@@ -336,11 +338,14 @@ def _join(coordinator: str | None, processes: str | None, process: str | None) -
 
 def _migration(config: SimulationConfig, name: str, domain_sizes: str | None) -> Migration:
     found, named = config.migration.build(), "migration.domain_sizes"
+    if domain_sizes is None and name != config.system and not name.startswith(GATHERED):
+        # Expert domains of a file belong to its system, too.
+        return replace(found, domain_sizes=())
     if domain_sizes is not None:
         named = "--domain-sizes"
         sizes = tuple(parse_integer(named, size, INT32_MAX) or 1 for size in domain_sizes.split(","))
         found = replace(found, domain_sizes=sizes)
-    if found.domain_sizes and not name.startswith("hybridep"):
+    if found.domain_sizes and not name.startswith(GATHERED):
         raise ValueError(
             f"{named} is {found.domain_sizes} for system {name!r}; expected a system whose name starts with hybridep"
         )

@@ -99,6 +99,26 @@ def test_domain_sizes_can_be_given(capsys, config):
     assert found["stages"]["gather"]["bytes"] > 0
 
 
+OTHERS = {"plain": [1, 1], "exact:replica_slots=2": [1, 1], "hybridep": [1, 2], "hybridep+greedy": [1, 2], None: [1, 2]}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_system_takes_from_a_file_what_applies_to_it(capsys, config, name):
+    own = CONFIG.replace("system: ultraep", "system: hybridep+ultraep")
+    Path(config).write_text(own + "replica_slots: 1\nmigration: {domain_sizes: [1, 2]}\n")
+    options = () if name is None else ("--system", name)
+    assert json.loads(output(capsys, "simulate", config, *options, "--json"))["domain_sizes"] == OTHERS[name]
+
+
+def test_the_file_of_the_page_can_be_simulated(capsys, tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text()
+    # With fewer layers.
+    file = page.partition("```yaml\n")[2].partition("```")[0].replace("layers: 58", "layers: 16")
+    (tmp_path / "page.yaml").write_text(file.replace("layers: 4 ", "layers: 1 "))
+    found = json.loads(output(capsys, "simulate", tmp_path / "page.yaml", "--json"))
+    assert (found["num_ranks"], found["layers"], found["domain_sizes"]) == (128, 1, [4, 1])
+
+
 SENT = {"exact": "Once", "exact+direct": "Direct", "exact:dispatch=forward": "Forward", "feplb": "TwoPhase"}
 """Dispatches of 8 experts per token on 4 ranks: the one of a layer, unless the name has another."""
 
