@@ -1,6 +1,7 @@
 """Commands `simulate` and `calibrate`, with arguments and tables."""
 
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -225,6 +226,7 @@ def simulate(
     """
     given = {"system": system, "replica_slots": replica_slots, "domain_sizes": domain_sizes}
     with one_line_errors(imbalance=imbalance, tokens=tokens, **given):
+        _require_matplotlib(png)
         limits = parse_limits(file_limits)
         read = load_config("CONFIG", config, "cluster", "model", limits=limits)
         check_recorded(trace, imbalance=imbalance, tokens=tokens)
@@ -239,8 +241,7 @@ def simulate(
         # Slots of a file are those of its system, and of others that take as many.
         in_file = read.replica_slots if system is None or takes_slots(system) else None
         slots = slots_of(replica_slots, in_file, model, cluster)
-        migration = _migration(read, name, domain_sizes)
-        candidate = compose(name, model, cluster, step, slots, migration)
+        candidate = compose(name, model, cluster, step, slots, _migration(read, name, domain_sizes))
         states = None
         if trace is None and keeps_history(candidate.system, model, cluster):
             counts = synthetic_counts(read, model, cluster, imbalance, drift=True)
@@ -256,11 +257,10 @@ def simulate(
         _write(report, timeline, png, f"{config}, {name}")
         reason = candidate.system.no_op_reason(cluster.topology(), model.experts)
         hbm = traffic_of(candidate.system, model, cluster, backward=step.backward)
-        head = {"config": config, "system": name, "num_ranks": cluster.num_ranks, "layers": model.layers}
-        head["dispatch"] = type(candidate.system.dispatch).__name__
+        sizes = {"num_ranks": cluster.num_ranks, "layers": model.layers}
+        head = {"config": config, "system": name, **sizes, "dispatch": type(candidate.system.dispatch).__name__}
         if as_json:
-            domains = list(candidate.migration.sizes(cluster))
-            plans = {"no_op_reason": reason, "domain_sizes": domains}
+            plans = {"no_op_reason": reason, "domain_sizes": list(candidate.migration.sizes(cluster))}
             print_json({**head, **plans, **report_json(report), "hbm_bytes": asdict(hbm)})
         else:
             print_table(layer_table(head, report, hbm, reason))
@@ -352,16 +352,18 @@ def _migration(config: SimulationConfig, name: str, domain_sizes: str | None) ->
     return found
 
 
+def _require_matplotlib(png: Path | None) -> None:
+    if png is not None and find_spec("matplotlib") is None:
+        raise ValueError("--png requires matplotlib; run pip install matplotlib")
+
+
 def _write(report: Report, timeline: Path | None, png: Path | None, title: str) -> None:
-    try:
-        if timeline is not None:
-            with naming("--timeline", timeline), whole_file(timeline) as part:
-                write_trace(part, report.timeline)
-        if png is not None:
-            with naming("--png", png), whole_file(png) as part:
-                try:
-                    write_png(part, report.timeline, title)
-                except ValueError as error:
-                    raise ValueError(f"--png is {png}: {error}; expected a .png file") from error
-    except ImportError as error:
-        raise ValueError("--png requires matplotlib; run pip install matplotlib") from error
+    if timeline is not None:
+        with naming("--timeline", timeline), whole_file(timeline) as part:
+            write_trace(part, report.timeline)
+    if png is not None:
+        with naming("--png", png), whole_file(png) as part:
+            try:
+                write_png(part, report.timeline, title)
+            except ValueError as error:
+                raise ValueError(f"--png is {png}: {error}; expected a .png file") from error

@@ -262,6 +262,12 @@ REFUSED = [
 ]
 
 
+def test_a_picture_without_its_package_is_refused_before_the_simulation(capsys, monkeypatch):
+    monkeypatch.setattr("jax_moe_lb.cli.simulate.find_spec", lambda name: None)
+    message = "--png requires matplotlib; run pip install matplotlib"
+    assert refusal(capsys, "simulate", "zz", "--png", "x.png") == f"error: {message}\n"
+
+
 @pytest.mark.parametrize(("argv", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_bad_options(capsys, config, argv, message):
     assert message in refusal(capsys, "simulate", config, *argv)
