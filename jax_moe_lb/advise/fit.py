@@ -103,7 +103,6 @@ def _clusters(judge: Evaluator) -> Iterator[Remedy]:
 
 
 def _stages(judge: Evaluator) -> Iterator[Remedy]:
-    """Yield pipelines of several such clusters."""
     parallel, level = judge.step.parallel, judge.cluster.levels[0]
     if parallel.pipeline.size > 1:
         return
@@ -131,7 +130,6 @@ def _optimizers(judge: Evaluator) -> Iterator[Remedy]:
 
 
 def _tokens(judge: Evaluator) -> Iterator[Remedy]:
-    """Yield smaller microbatches."""
     tokens = judge.model.tokens // 2
     while tokens >= LEAST_TOKENS:
         smaller = replace(judge, model=judge.model.with_tokens(tokens))

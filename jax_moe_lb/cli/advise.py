@@ -471,7 +471,6 @@ def _drawn(
 
 
 def _note_forecast(workloads: Sequence[Workload], shapes: Sequence[Workload]) -> None:
-    """Print the expected time and memory of a large search."""
     first = workloads[0].counts
     if first is not None:
         layers, num_ranks, num_experts = first.shape

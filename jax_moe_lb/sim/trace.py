@@ -87,7 +87,6 @@ def _shown(timeline: Timeline) -> list[int]:
 
 
 def _slowest(timeline: Timeline) -> int:
-    """Return the rank with the most compute time."""
     busy = sum((task.end - task.start for task in timeline.tasks if "compute" in task.streams), start=0.0)
     return int(busy.argmax()) if timeline.tasks else 0  # type: ignore[union-attr]
 
