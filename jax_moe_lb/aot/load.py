@@ -367,8 +367,9 @@ def counts_of(load: str, sizes: LayerSizes, num_ranks: int, seed: int = 0) -> Co
         try:
             return read_counts(Path(load), argument="load")[0]
         except LimitError as error:
-            # A load has one step, and its callers have neither the option nor the argument.
-            raise LimitError(str(error).partition(REMEDY)[0]) from error
+            # Callers have neither the option nor the argument of the remedy, and a load takes one layer.
+            problem = str(error).rsplit(REMEDY, 1)[0]
+            raise LimitError(f"{problem}. Save the counts of one layer, [R, E].") from error
     raise ValueError(f"load is {shown(load)}; expected {EXPECTED_LOAD}")
 
 

@@ -54,11 +54,12 @@ def test_a_missing_file_names_the_load(tmp_path):
         counts_of(str(tmp_path / "none.npy"), SIZES, 8)
 
 
-def test_a_load_beyond_the_limits_names_no_option(tmp_path):
+def test_a_load_beyond_the_limits_has_a_remedy_without_an_option(tmp_path):
     """`compile` and `tune` have no `--file-limits`."""
     with (tmp_path / "counts.npy").open("wb") as file:
         np.lib.format.write_array_header_1_0(file, {"descr": "<i4", "fortran_order": False, "shape": (2**28, 16)})
-    with pytest.raises(LimitError, match=r"^load .*counts.npy: arrays of 17179869184 bytes; expected at most \d+$"):
+    problem = r"^load .*counts.npy: arrays of 17179869184 bytes; expected at most \d+"
+    with pytest.raises(LimitError, match=rf"{problem}\. Save the counts of one layer, \[R, E\]\.$"):
         counts_of(str(tmp_path / "counts.npy"), SIZES, 8)
 
 
