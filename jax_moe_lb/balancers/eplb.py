@@ -22,7 +22,7 @@ from jax_moe_lb.core.types import AnyArray, Counts, Placement, State, host_iota,
 from jax_moe_lb.planners.eplb import eplb_plus, holds, round_robin
 
 MAX_EVERY = 46340
-"""Maximum number of steps; the sum of as many remainders below it fits int32."""
+"""Maximum number of steps, and base of the sums: as many remainders below it fit int32, and as many quotients."""
 
 
 @pytree
@@ -32,8 +32,8 @@ class History:
     # The sum over experts of one step must fit int32; the sum over all steps may exceed it.
 
     steps: Int[AnyArray, "*D"]  # the number of steps
-    whole: Int[AnyArray, "*D E"]  # `tokens // every`, summed over the steps
-    rest: Int[AnyArray, "*D E"]  # `tokens % every`, summed over the steps
+    whole: Int[AnyArray, "*D E"]  # `tokens // MAX_EVERY`, summed over the steps
+    rest: Int[AnyArray, "*D E"]  # `tokens % MAX_EVERY`, summed over the steps
 
 
 def check_every(every: int) -> None:
@@ -48,9 +48,16 @@ def no_history(num_experts: int) -> History:
     return History(np.zeros((), np.int32), zeros, zeros)
 
 
-def mean(history: History, every: int) -> Int[AnyArray, "E"]:
-    """Return the mean tokens of the experts in a step, `[E]` int32, rounded down; call it after `every` steps."""
-    return history.whole + history.rest // every
+def mean(history: History) -> Int[AnyArray, "E"]:
+    """Return the mean tokens of the experts in a step, `[E]` int32, rounded down; 0 before the first step."""
+    # Divide by the steps in the history: a restored one may have more than `every`.
+    steps, base = namespace(history.steps).maximum(history.steps, np.int32(1)), np.int32(MAX_EVERY)
+    # Each term fits int32, where `whole * base + rest` may not.
+    left = history.whole % steps * base + history.rest % steps
+    tokens = history.whole // steps * base + history.rest // steps + left // steps
+    # A damaged state may have more tokens than fit int32, which planners refuse: it counts as one without loads.
+    fits = (history.whole // steps).astype(np.float32).sum() <= np.float32(MAX_EVERY + 2)
+    return tokens * fits.astype(np.int32)
 
 
 def observe(history: History, tokens: Int[AnyArray, "E"], every: int) -> History:
@@ -59,7 +66,8 @@ def observe(history: History, tokens: Int[AnyArray, "E"], every: int) -> History
     keep = (history.steps < every).astype(np.int32)
     whole, rest = history.whole * keep, history.rest * keep
     steps = namespace(keep).asarray(history.steps * keep + 1)
-    return History(steps, whole + tokens // every, rest + tokens % every)
+    base = np.int32(MAX_EVERY)
+    return History(steps, whole + tokens // base, rest + tokens % base)
 
 
 def checked(state: State, expected: State, counts: Counts) -> State:
@@ -109,8 +117,7 @@ class EPLB(Balancer):
 
     Args:
         every: steps between plans, and steps of history; 1 to 46340. The default 3 is the value of UltraEP's paper for
-            EPLB in training; it uses 50 in prefill. After a restart with another value, the next plan weighs the loads
-            in the restored state unevenly.
+            EPLB in training; it uses 50 in prefill. A restored state keeps its loads if the value changes.
 
     Raises:
         ValueError: `every` is out of range.
@@ -154,7 +161,7 @@ class EPLB(Balancer):
         before = vary_like(plan.placement, tokens)
 
         def replan() -> Bool[AnyArray, "R E"]:
-            placement, _ = eplb_plus(mean(state.history, self.every), before, plan.domain)
+            placement, _ = eplb_plus(mean(state.history), before, plan.domain)
             # Keep the experts held per rank, not their slots: another balancer may fill different slots next time.
             return holds(placement, counts.shape[1]) & ~holds(before, counts.shape[1])
 

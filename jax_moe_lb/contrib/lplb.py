@@ -89,7 +89,7 @@ class LPLB(Balancer):
         """
         state = checked(state, self.init(counts.shape), counts)
         xp = namespace(counts)
-        load = xp.where(state.history.steps >= self.every, mean(state.history, self.every), state.load)
+        load = xp.where(state.history.steps >= self.every, mean(state.history), state.load)
         distances = _distances(plan.domain) if self.distances is None else self.distances
         placement = _add_edges(vary_like(plan.placement, load), load, distances, plan.domain)
         start = replace(plan, placement=placement)

@@ -1,5 +1,6 @@
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Chain, HostCallback, Plan, Topology
 from jax_moe_lb.balancers import EPLB, EPLBPlus
-from jax_moe_lb.balancers.eplb import History, mean, no_history, observe
+from jax_moe_lb.balancers.eplb import MAX_EVERY, History, mean, no_history, observe
 from jax_moe_lb.core import check_plan, load, plain_plan
 from tests.balancers.plans import replay as replay_plans
 
@@ -73,9 +74,38 @@ def test_sums_of_history_do_not_overflow():
     history, every = no_history(3), 5
     for tokens in ([2**31 - 1, 4, 0], [2**31 - 1, 4, 1], [2**31 - 2, 4, 0], [2**31 - 1, 4, 0], [2**31 - 1, 3, 0]):
         history = observe(history, jnp.array(tokens, jnp.int32), every)
-    assert mean(history, every).tolist() == [2**31 - 2, 3, 0]
-    history = observe(history, jnp.array([7, 0, 0], jnp.int32), every)
-    assert (int(history.steps), history.whole.tolist(), history.rest.tolist()) == (1, [1, 0, 0], [2, 0, 0])
+    assert mean(history).tolist() == [2**31 - 2, 3, 0]
+    history = observe(history, jnp.array([MAX_EVERY + 7, 0, 0], jnp.int32), every)
+    assert (int(history.steps), history.whole.tolist(), history.rest.tolist()) == (1, [1, 0, 0], [7, 0, 0])
+    # The longest history, of the highest loads: each step adds 46341 times the base, and 41707.
+    largest = np.int32(2**31 - 1)
+    whole, rest = (MAX_EVERY * np.int32([part, 0]) for part in divmod(int(largest), MAX_EVERY))
+    longest = History(np.array(MAX_EVERY, np.int32), whole, rest)
+    assert mean(longest).tolist() == mean(jax.tree.map(jnp.asarray, longest)).tolist() == [largest, 0]
+
+
+@pytest.mark.parametrize("xp", [np, jnp])
+@pytest.mark.parametrize("every", [2, 4, 9])
+def test_restored_loads_keep_their_weight(xp, every):
+    """Four steps of another `every` precede."""
+    rng, history = np.random.default_rng(0), no_history(4)
+    steps = rng.integers(0, 2**20, (max(every, 4), 4), dtype=np.int32)
+    for number, tokens in enumerate(steps):
+        history = observe(history, xp.asarray(tokens), 4 if number < 4 else every)
+    assert int(history.steps) == len(steps)
+    np.testing.assert_array_equal(mean(history), steps.sum(0) // len(steps))
+    np.testing.assert_array_equal(mean(no_history(4)), 0)
+
+
+def test_a_restored_state_plans_from_the_mean_of_its_steps():
+    steps = [draw(seed) for seed in range(3)]
+    state = EPLB(every=5).init((8, 16))
+    for counts in steps:
+        plan, state = EPLB(every=5).rebalance(counts, plain_plan(counts, TOPOLOGY, SLOTS), TOPOLOGY, state)
+    plan, state = EPLB(every=2).rebalance(counts, plain_plan(counts, TOPOLOGY, SLOTS), TOPOLOGY, state)
+    expected = exact_plan(sum(counts.sum(0, dtype=np.int32) for counts in steps) // 3)
+    assert replicas(plan.placement) == replicas(np.asarray(expected.placement))
+    assert int(state.history.steps) == 1
 
 
 @pytest.mark.slow
