@@ -11,7 +11,7 @@ import typer
 from jax_moe_lb.cli.output import CheckedCommand, OutputPath
 from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.file_limits import parse_json, read_bytes
-from jax_moe_lb.layer.systems import COMPARED, system_names
+from jax_moe_lb.layer.systems import NAMES
 from models.config import ParallelConfig
 from models.console import USER_ERRORS, FileLimitsOption, say
 from models.data.chat import MESSAGES_FIELD, ChatTemplate, conversation_in, read_variables
@@ -90,12 +90,7 @@ def main(
     stream: Annotated[bool, typer.Option("--stream", help="Print the text of one prompt as it is generated.")] = False,
     chat: Annotated[bool, typer.Option(help="Each prompt is a question in the checkpoint's chat template.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
-    system: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME[:KEY=VALUE]", help=f"Load-balancing system: {', '.join((*system_names(), *COMPARED))}."
-        ),
-    ] = "exact",
+    system: Annotated[str, typer.Option(metavar="NAME[:KEY=VALUE]", help=f"Load-balancing system: {NAMES}.")] = "exact",
     data_parallel: Annotated[int, typer.Option(help="Data-parallel groups of ranks.")] = 1,
     expert_parallel: Annotated[int, typer.Option(help="Ranks per group; a divisor of the number of experts.")] = 8,
     dtype: Annotated[str, typer.Option(help="Dtype of parameters and products: float32 or bfloat16.")] = "float32",

@@ -393,6 +393,9 @@ def _compared(
 
 _NAMED = _SYSTEMS | {name: partial(_compared, name) for name in COMPARED}
 
+NAMES = ", ".join(_NAMED)
+"""All names that `system_named` takes, for messages and helps."""
+
 
 def system_names() -> list[str]:
     """Return the names of the systems, sorted; `system_named` also takes balancers for comparisons, such as "moonep".
@@ -438,5 +441,5 @@ def make_system(name: str, options: dict[str, Any]) -> System:
 
 def _known(name: str) -> str:
     if name not in _NAMED:
-        raise ValueError(f"system is {shown(name)}; expected one of {', '.join(_NAMED)}")
+        raise ValueError(f"system is {shown(name)}; expected one of {NAMES}")
     return name
