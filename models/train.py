@@ -35,7 +35,7 @@ from models.multi_process.peer_monitor import PeerMonitor, Store, agree, shared_
 from models.multi_process.rendezvous import Place, detect_process, join
 from models.multi_process.stalls import Progress
 from models.run_folder.checkpoints import steps_in
-from models.run_folder.files import RESUMING, in_words
+from models.run_folder.files import RESUMING, in_words, is_number
 from models.run_folder.metrics import RunFolder
 from models.run_folder.trackers import MetricLoggerConfig
 from models.settings import LIST, Given, in_section, layered, updated
@@ -358,7 +358,8 @@ def _options(config: TrainConfig, corpus: Corpus, run_dir: Path | None, place: P
 def _default_run_dir(first: Path, place: Place | None, *, last: bool) -> Path:
     """Return the default run folder, numbered so that a run does not overwrite earlier ones."""
     others = {path.name.removeprefix(f"{first.name}-"): path for path in first.parent.glob(f"{escape(first.name)}-*")}
-    folders = {1: first} | {int(number): path for number, path in others.items() if number.isdigit()}
+    later = {int(number): path for number, path in others.items() if is_number(number) and int(number) > 1}
+    folders = {1: first} | later
     number = max((number for number, path in folders.items() if RunFolder(path).has_run), default=0)
     number = max(number, 1) if last else number + 1
     if place is not None:

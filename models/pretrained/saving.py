@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -45,6 +46,10 @@ KEPT_FILES: tuple[str, ...] = (
     "vocab.json",
 )
 KEPT_FILES += ("special_tokens_map.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+
+# Names of the files of saved models and adapters.
+WRITTEN = (*KEPT_FILES, "README.md", "config.json", INDEX, "adapter_config.json")
+TENSORS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|adapter_model\.safetensors", re.ASCII)
 
 
 def save_pretrained(
@@ -96,6 +101,11 @@ def vacant(folder: Path) -> Iterator[Path]:
         yield aside
         # A rename can replace an empty folder only.
         aside.replace(folder)
+
+
+def is_exported(name: str) -> bool:
+    """Return whether a saved model, or saved adapters, may have a file of this name."""
+    return name in WRITTEN or TENSORS.fullmatch(name) is not None
 
 
 def copy_files(names: Iterable[str], source: Path, to: Path) -> None:

@@ -33,7 +33,7 @@ from jax_moe_lb.nn.variables import ExpertHomes, RunningLoads
 from models.config import CheckpointConfig
 from models.decoder.layers import Adapter
 from models.run_folder.checkpoint_limits import check_arrays, check_texts
-from models.run_folder.files import RECORD, damage, has_checksums, misplacement, naming, write_checksums
+from models.run_folder.files import RECORD, damage, has_checksums, is_number, misplacement, naming, write_checksums
 
 
 def keep_quiet() -> None:
@@ -203,7 +203,7 @@ def remove_incomplete(folder: Path) -> None:
 
 def steps_in(folder: Path) -> list[int]:
     """Return the steps of the complete checkpoints in a folder, newest first."""
-    return sorted((int(path.name) for path in folder.glob("*") if path.name.isdigit()), reverse=True)
+    return sorted((int(path.name) for path in folder.glob("*") if is_number(path.name)), reverse=True)
 
 
 def restore_newest(

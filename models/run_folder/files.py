@@ -4,10 +4,11 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,6 +17,8 @@ from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.file_limits import LimitError, parse_json, read_bytes
 
+PART = re.compile(r"(.+)\.part-[0-9a-f]{16}", re.DOTALL)
+
 # End of messages about a failed write.
 RESUMING = "after a fix, --resume continues from the newest checkpoint, if there is one"
 
@@ -23,8 +26,10 @@ RESUMING = "after a fix, --resume continues from the newest checkpoint, if there
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file atomically: write to a temporary file, then rename it."""
     aside = part(path)
+    # Exclusive, and outside of the block that removes it: an existing file stays as it is.
+    opened = aside.open("xb")
     try:
-        with naming(path), aside.open("wb") as file:
+        with naming(path), opened as file:
             file.write(content)
             file.flush()
             # Without the sync, the rename may reach the disk before the content.
@@ -39,8 +44,7 @@ def write_whole(path: Path, content: bytes) -> None:
 @contextmanager
 def temporary_folder(path: Path) -> Iterator[Path]:
     """Yield a new sibling folder, which is deleted at the end of the context unless it was renamed."""
-    # A fixed name may be that of a user's folder.
-    made = path.with_name(f"{path.name}.part-{secrets.token_hex(8)}")
+    made = part(path)
     made.mkdir(parents=True)
     try:
         yield made
@@ -82,8 +86,20 @@ def in_words(error: OSError) -> str:
 
 
 def part(path: Path) -> Path:
-    """Return the path of the temporary file of `write_whole`."""
-    return path.with_name(f"{path.name}.part")
+    """Return a new path beside another one, for its content until it is complete."""
+    # A fixed name may be that of a user's file or folder.
+    return path.with_name(f"{path.name}.part-{secrets.token_hex(8)}")
+
+
+def parts_in(folder: Path, names: Collection[str]) -> list[Path]:
+    """Return the incomplete files and folders that killed writes to some names of a folder have left."""
+    found = ((path, PART.fullmatch(path.name)) for path in folder.glob("*.part-*"))
+    return sorted(path for path, match in found if match and match[1] in names)
+
+
+def is_number(text: str) -> bool:
+    """Return whether a text is a number as this program writes it, unlike "08" or "²"."""
+    return text.isdecimal() and text == str(int(text))
 
 
 def free_sibling(path: Path, word: str) -> Path:
@@ -92,6 +108,17 @@ def free_sibling(path: Path, word: str) -> Path:
     while (sibling := whole.with_name(f"{whole.name}.{word}-{number}")).exists():
         number += 1
     return sibling
+
+
+def make_way(folder: Path, is_own: Callable[[str], bool], tell: Callable[[str], None]) -> None:
+    """Delete a folder, if there is one; move it aside if it contains files of other names, which are a user's."""
+    others = [path for path in folder.glob("*") if path.is_dir() or not is_own(path.name)]
+    if not others:
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    aside = free_sibling(folder, "before")
+    folder.rename(aside)
+    tell(f"moved {str(folder)!r} to {str(aside)!r}, as it contains {shown(others[0].name)}")
 
 
 def lock_folder(folder: Path) -> TextIO:

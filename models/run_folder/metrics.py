@@ -25,7 +25,7 @@ from jax_moe_lb.balancers import LayerCost
 from jax_moe_lb.core import FileLimits, plain_plan
 from jax_moe_lb.core.file_limits import DEFAULT_LIMITS, LimitError, parse_json, read_bytes
 from jax_moe_lb.core.plan_file import read_named
-from models.run_folder.files import free_sibling, naming, part, read_object, write_whole
+from models.run_folder.files import free_sibling, is_number, naming, parts_in, read_object, write_whole
 
 # Statistics recorded as mean and maximum over layers.
 PER_LAYER = ("imbalance_before", "imbalance_after", "overload_factor", "max_violation")
@@ -111,7 +111,7 @@ class RunFolder:
     def segments(self) -> list[int]:
         """Segments with recorded counts, in order."""
         numbers = (path.stem.removeprefix("counts-") for path in self.path.glob("counts-*.npz"))
-        later = sorted(int(number) for number in numbers if number.isdigit() and int(number) > 1)
+        later = sorted(int(number) for number in numbers if is_number(number) and int(number) > 1)
         return [1] * self.counts.exists() + later
 
     @property
@@ -121,18 +121,31 @@ class RunFolder:
         files = [self.config, self.metrics, self.counts, self.summary, self.report]
         files += [self.counts_of(segment) for segment in self.segments if segment > 1]
         folders = [self.checkpoints, self.damaged, self.tensorboard, self.profile, self.model, self.adapter]
-        return [*files, *map(part, files), *folders, self.path / "wandb"]
+        return [*files, *folders, self.path / "wandb"]
+
+    @property
+    def incomplete(self) -> list[Path]:
+        """Temporary files and folders that a killed run has left."""
+        return parts_in(self.path, {path.name for path in self.files})
 
     @property
     def has_run(self) -> bool:
         """Whether the folder contains files of a run; temporary files do not count."""
-        return any(path.exists() for path in self.files if path.suffix != ".part")
+        return any(path.exists() for path in self.files)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether `config.json` is that of a run; that of a model, among others, has the same name."""
+        try:
+            return self.described().keys() >= {"config", "environment"}
+        except (OSError, ValueError):
+            return False
 
     def move_aside(self) -> Path:
         """Move the files of an earlier run into a new sibling folder, and return it."""
         aside = free_sibling(self.path, "before")
         aside.mkdir()
-        for path in filter(Path.exists, self.files):
+        for path in filter(Path.exists, [*self.files, *self.incomplete]):
             # Unlike a rename, this works across file systems, as needed if the run folder is a mount point.
             shutil.move(path, aside / path.name)
         return aside

@@ -41,7 +41,7 @@ from models.multi_process.stalls import Progress
 from models.multi_process.stragglers import StragglerMonitor
 from models.pretrained.adapters import save_adapters
 from models.pretrained.loading import checked_weights, load_state
-from models.pretrained.saving import save_pretrained
+from models.pretrained.saving import is_exported, save_pretrained
 from models.run_folder.checkpoints import (
     CheckpointMetadata,
     Checkpoints,
@@ -51,7 +51,7 @@ from models.run_folder.checkpoints import (
     steps_in,
     without_homes,
 )
-from models.run_folder.files import free_sibling, lock_folder, temporary_folder, write_whole
+from models.run_folder.files import free_sibling, lock_folder, make_way, temporary_folder, write_whole
 from models.run_folder.metrics import Recorder, RunFolder, layer_row, summarise
 from models.run_folder.report import LiveReport, write_report
 from models.run_folder.trackers import MetricLogger, MetricLoggerConfig, StepLine
@@ -232,7 +232,7 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLogg
         tell(f"stopped by {stop.name} after step {step} of {config.steps}; --resume continues in {run.folder.path}")
         return {}
     if run.source is not None:
-        _export(run, run.source, state)
+        _export(run, run.source, state, tell)
         if config.lora.rank:
             _export_adapters(run, state, tell)
     return _finish(run, others | {"wall_s": time.perf_counter() - started}, tell)
@@ -257,7 +257,7 @@ def _begun(run: Run) -> nnx.State:
     return state
 
 
-def _export(run: Run, source: Source, state: nnx.State) -> None:
+def _export(run: Run, source: Source, state: nnx.State, tell: Tell) -> None:
     """Write the model in the format of `transformers`, in place of an earlier one of the run once it is complete."""
     to, is_writer = run.folder.model, jax.process_index() == 0
     with temporary_folder(to) if is_writer else nullcontext(to) as made:
@@ -266,14 +266,14 @@ def _export(run: Run, source: Source, state: nnx.State) -> None:
             return
         if run.config.data.tokenizer is not None:
             shutil.copyfile(run.config.data.tokenizer, made / "tokenizer.json")
-        shutil.rmtree(to, ignore_errors=True)
+        make_way(to, is_exported, tell)
         made.replace(to)
 
 
 def _export_adapters(run: Run, state: nnx.State, tell: Tell) -> None:
     """Write the adapters in the format of PEFT, in place of earlier ones of the run."""
     if jax.process_index() == 0:
-        shutil.rmtree(run.folder.adapter, ignore_errors=True)
+        make_way(run.folder.adapter, is_exported, tell)
     if not save_adapters(run.programs.model(state), run.folder.adapter, run.config.lora, _base(run.config)):
         tell("adapter is not written: PEFT reads no adapters of the experts of this model; model has them merged")
 
@@ -326,7 +326,7 @@ def _check_place(folder: RunFolder) -> None:
 
 
 def _check_empty(folder: RunFolder, restart: bool) -> None:
-    if folder.has_run and not (restart and not steps_in(folder.checkpoints)):
+    if folder.has_run and not (restart and folder.is_own and not steps_in(folder.checkpoints)):
         raise ValueError(
             f"run_dir is {str(folder.path)!r}, which contains a run; expected --resume to continue it, "
             "--overwrite to move it aside, or another folder"
@@ -421,6 +421,8 @@ def _claim(run: Run, resume: bool, overwrite: bool, restart: bool, tell: Tell) -
             remove_incomplete(folder.checkpoints)
         if folder.has_run and not resume:
             tell(f"moved the previous run in {str(folder.path)!r} to {str(folder.move_aside())!r}")
+        for path in folder.incomplete:
+            tell(f"{str(path)!r} is incomplete, left by a killed run; it can be deleted")
         write_whole(folder.config, (json.dumps(described, indent=2) + "\n").encode())
     except OSError as error:
         raise ValueError(_unwritable(folder, error)) from error

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from models.pretrained.saving import vacant
-from models.run_folder.checkpoints import keep_quiet, system_errors
-from models.run_folder.files import free_sibling, lock_folder, part, write_whole
+from models.pretrained.saving import is_exported, vacant
+from models.run_folder.checkpoints import keep_quiet, steps_in, system_errors
+from models.run_folder.files import free_sibling, lock_folder, make_way, part, write_whole
 from models.run_folder.metrics import PER_STEP, Recorder, RunFolder
-from models.train import TrainArgs, app
+from models.train import TrainArgs, _default_run_dir, app
 from models.training.faults import StopRequest
-from models.training.loop import _export
+from models.training.loop import _check_empty, _claim, _export
 
 
 def test_a_killed_write_leaves_the_file_as_it_was(tmp_path, monkeypatch):
@@ -39,6 +39,50 @@ def test_a_killed_write_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_file_of_the_user_beside_a_written_one_stays(tmp_path, monkeypatch, fails):
+    file, token = tmp_path / "counts.npz", "0" * 16
+    mine = [tmp_path / "counts.npz.part", tmp_path / f"counts.npz.part-{token}"]
+    for path in mine:
+        path.write_text("mine")
+    if fails:
+        # The same name again, as from another process.
+        monkeypatch.setattr("secrets.token_hex", lambda num_bytes: token)
+        with pytest.raises(FileExistsError):
+            write_whole(file, b"counts")
+    else:
+        write_whole(file, b"counts")
+    assert file.exists() != fails
+    assert all(path.read_text() == "mine" for path in mine)
+
+
+def test_a_run_names_what_a_killed_one_left_and_keeps_it(tmp_path, monkeypatch):
+    folder, lines = RunFolder(tmp_path), []
+    left = [part(folder.config), part(folder.model)]
+    left[0].write_text("{")
+    (left[1] / "weights").mkdir(parents=True)
+    monkeypatch.setattr("models.training.loop._described", lambda config, corpus: {})
+    run = types.SimpleNamespace(folder=folder, run_id="1", config=None, corpus=None, base_fingerprint="")
+    _claim(run, resume=False, overwrite=False, restart=False, tell=lines.append)
+    assert lines == [f"{str(path)!r} is incomplete, left by a killed run; it can be deleted" for path in left]
+    assert all(path.exists() for path in left)
+
+
+def test_names_with_other_numbers_are_a_users(tmp_path):
+    """A run writes neither counts-02.npz nor a checkpoint 08."""
+    folder = RunFolder(tmp_path)
+    for name in ("counts.npz", "counts-2.npz", "counts-03.npz", "counts-².npz", "counts-1.npz"):
+        (tmp_path / name).write_text("")
+    assert folder.segments == [1, 2]
+    for name in ("0", "8", "09", "²", "12.orbax-checkpoint-tmp"):
+        (folder.checkpoints / name).mkdir(parents=True)
+    assert steps_in(folder.checkpoints) == [8, 0]
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny-01").mkdir()
+    RunFolder(tmp_path / "tiny").config.write_text("{}")
+    assert _default_run_dir(tmp_path / "tiny", None, last=False) == tmp_path / "tiny-2"
+
+
 def test_siblings_are_numbered(tmp_path):
     first = free_sibling(tmp_path / "run", "before")
     assert first == tmp_path / "run.before-1"
@@ -50,14 +94,15 @@ def test_a_run_is_moved_aside_and_other_files_stay(tmp_path):
     folder = RunFolder(tmp_path / "run")
     folder.checkpoints.mkdir(parents=True)
     (folder.checkpoints / "weights").write_text("weights")
-    for name in ("config.json", "notes.txt", "counts.npz.part"):
+    left, kept = part(folder.counts).name, {"notes.txt", "counts.npz.part", part(folder.path / "notes.txt").name}
+    for name in ("config.json", left, *kept):
         (folder.path / name).write_text(name)
     assert folder.has_run
     aside = folder.move_aside()
     assert aside == tmp_path / "run.before-1"
-    assert {path.name for path in aside.iterdir()} == {"config.json", "counts.npz.part", "checkpoint"}
+    assert {path.name for path in aside.iterdir()} == {"config.json", left, "checkpoint"}
     assert (aside / "checkpoint" / "weights").read_text() == "weights"
-    assert [path.name for path in folder.path.iterdir()] == ["notes.txt"]
+    assert {path.name for path in folder.path.iterdir()} == kept
     assert not folder.has_run
 
 
@@ -120,7 +165,7 @@ def test_a_folder_is_replaced_without_deleting_others(tmp_path, monkeypatch):
     """Siblings with names of temporary folders may be a user's."""
     folder = RunFolder(tmp_path)
     siblings = [tmp_path / "model.new" / "mine", tmp_path / "model.part" / "mine", tmp_path / "model.new.part" / "mine"]
-    for file in (folder.model / "old", *siblings):
+    for file in (folder.model / "model-00001-of-00002.safetensors", *siblings):
         file.parent.mkdir()
         file.write_text("text")
 
@@ -131,12 +176,37 @@ def test_a_folder_is_replaced_without_deleting_others(tmp_path, monkeypatch):
     monkeypatch.setattr("models.training.loop.save_pretrained", saved)
     config = types.SimpleNamespace(data=types.SimpleNamespace(tokenizer=None))
     run = types.SimpleNamespace(folder=folder, config=config, programs=types.SimpleNamespace(model=lambda state: state))
-    _export(run, types.SimpleNamespace(stored_dtype="float32", folder=None), None)
+    _export(run, types.SimpleNamespace(stored_dtype="float32", folder=None), None, pytest.fail)
     assert [file.name for file in folder.model.iterdir()] == ["new"]
     assert all(file.read_text() == "text" for file in siblings)
     with pytest.raises(KeyboardInterrupt), vacant(tmp_path / "other"):
         raise KeyboardInterrupt
     assert {path.name for path in tmp_path.iterdir()} == {"model", "model.new", "model.part", "model.new.part"}
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "vocab.json/mine"])
+def test_a_folder_with_a_file_of_the_user_is_moved_aside(tmp_path, name):
+    """`llama.cpp` converts a model inside of its folder."""
+    folder, lines = tmp_path / "model", []
+    for file in (folder / "config.json", folder / name):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("text")
+    make_way(folder, is_exported, lines.append)
+    aside = tmp_path / "model.before-1"
+    assert lines == [f"moved {str(folder)!r} to {str(aside)!r}, as it contains {name.partition('/')[0]!r}"]
+    assert [path.name for path in tmp_path.iterdir()] == [aside.name]
+    assert (aside / name).read_text() == (aside / "config.json").read_text() == "text"
+    make_way(folder, is_exported, pytest.fail)
+
+
+def test_a_folder_of_something_else_is_not_taken_for_a_killed_run(tmp_path):
+    """A model has a `config.json`, too."""
+    folder = RunFolder(tmp_path)
+    folder.config.write_text('{"model_type": "mixtral"}')
+    with pytest.raises(ValueError, match="contains a run; expected --resume"):
+        _check_empty(folder, restart=True)
+    folder.config.write_text('{"config": {}, "environment": {}}')
+    _check_empty(folder, restart=True)
 
 
 def test_counts_of_a_long_run_are_in_segments_of_bounded_bytes(tmp_path, monkeypatch):
