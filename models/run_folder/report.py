@@ -189,19 +189,26 @@ def write_report(folder: RunFolder, summary: dict) -> bool:
     return True
 
 
+MAX_SHARE = 0.05  # maximum share of the time for reports; each reads all rows and counts of the run
+
+
 class LiveReport:
     """Periodic report of a run in progress."""
 
     def __init__(self, folder: RunFolder, others: dict, every_s: float = 60.0) -> None:
         self.folder, self.others, self.every_s = folder, others, every_s
-        self.began = self.last = time.monotonic()
+        self.began = time.monotonic()
+        self.due = self.began + every_s
 
     def update(self) -> None:
-        """Write the report if the interval has passed and there is a validation."""
+        """Write the report if it is due and there is a validation."""
         now = time.monotonic()
-        if now - self.last >= self.every_s and self.folder.rows("validation"):
+        if now < self.due:
+            return
+        if self.folder.rows("validation"):
             write_report(self.folder, summarise(self.folder) | self.others | {"wall_s": now - self.began})
-            self.last = time.monotonic()
+        end = time.monotonic()
+        self.due = end + max(self.every_s, (end - now) / MAX_SHARE)
 
 
 def _headline(config: dict, summary: dict) -> str:

@@ -1,11 +1,13 @@
 import base64
 import re
+import types
 from pathlib import Path
 
 import pytest
 
 from models.run_folder.metrics import RunFolder
 from models.run_folder.page import PAGE
+from models.run_folder.report import LiveReport
 
 pytestmark = pytest.mark.slow
 
@@ -36,3 +38,21 @@ def test_report_states_the_result(trained_run):
     assert "load of 8 ranks" in headline
     words = ("commit", "unused experts", "replication", "unigram entropy [nats]", "learning rate", "jaxlib", "a fox")
     assert not [word for word in (*words, "imbalance after") if word not in page]
+
+
+def test_a_report_of_a_long_run_is_written_less_often(monkeypatch):
+    """A report reads all rows and counts of the run."""
+    seconds, written = [0.0], []
+
+    def write(folder, summary):
+        written.append(seconds[0])
+        seconds[0] += 10
+
+    monkeypatch.setattr("models.run_folder.report.time", types.SimpleNamespace(monotonic=lambda: seconds[0]))
+    monkeypatch.setattr("models.run_folder.report.summarise", lambda folder: {})
+    monkeypatch.setattr("models.run_folder.report.write_report", write)
+    live = LiveReport(types.SimpleNamespace(rows=lambda kind: [{}]), {})
+    while seconds[0] < 600:
+        live.update()
+        seconds[0] += 1
+    assert written == [60, 270, 480]
