@@ -211,6 +211,10 @@ class RelocationConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.min_gain < 1:
             raise ValueError(f"min_gain is {self.min_gain}; expected at least 0 and less than 1")
+        if self.interval is None and self.min_gain != RelocationConfig.min_gain:
+            raise ValueError(
+                f"min_gain is {self.min_gain}; expected {RelocationConfig.min_gain} without relocation. Set interval"
+            )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Devices, mesh and load-balancing system of a run."""
 
 import contextlib
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,6 +43,14 @@ def make_mesh(parallel: ParallelConfig) -> Mesh:
         jax.config.update("jax_enable_compilation_cache", False)
         compilation_cache.reset_cache()
     return mesh_from(devices[: parallel.num_shards], parallel)
+
+
+def memory_bytes(mesh: Mesh) -> int:
+    """Return the memory of all devices, of the host for CPUs, in bytes."""
+    devices = mesh.local_devices
+    if limit := (devices[0].memory_stats() or {}).get("bytes_limit"):
+        return int(limit) * mesh.size
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * mesh.size // len(devices)
 
 
 def mesh_from(devices: Sequence[Any], parallel: ParallelConfig) -> Mesh:

@@ -21,7 +21,7 @@ from jax_moe_lb.aot import Target
 from jax_moe_lb.cli.output import CheckedCommand, OutputPath
 from jax_moe_lb.core import FileLimits, shadowed_installation
 from jax_moe_lb.layer.system import OPTIONS
-from jax_moe_lb.layer.systems import COMPARED, system_named, system_names
+from jax_moe_lb.layer.systems import NAMES, system_named
 from models import settings
 from models.config import PRESETS, TUNING, ModelConfig, MultiProcessConfig, TrainConfig
 from models.console import USER_ERRORS, FileLimitsOption, UserError, say, show
@@ -41,12 +41,12 @@ from models.run_folder.trackers import MetricLoggerConfig
 from models.settings import LIST, Given, in_section, layered, updated
 from models.training.faults import StopRequest
 from models.training.loop import PACKAGES, Run, Tell, execute, prepare
-from models.training.resume import as_before
+from models.training.resume import as_before, check_continues
 from models.training.source import PUBLISHED_NAMES, source_of, with_sizes
 
 RELOCATE_INTERVAL = 50  # default of `relocation.interval`, in steps, for a system with relocation
 CONFIG = f"Checkpoint folder, .yaml file, or one of {', '.join([*PRESETS, *PUBLISHED_NAMES])}."
-SYSTEM = f"NAME[:KEY=VALUE,...][+DISPATCH]: {', '.join((*system_names(), *COMPARED))}; keys {', '.join(OPTIONS)}."
+SYSTEM = f"NAME[:KEY=VALUE,...][+DISPATCH]: {NAMES}; keys {', '.join(OPTIONS)}."
 MESH = "Axes and sizes, data=2,expert=4,domain=4,stage=2: groups, ranks in each, ranks that share weights, stages."
 DATA = "File or folder of text, JSON lines of text or messages, or token arrays; or PATH:WEIGHT; repeatable."
 TEMPLATE_SET = "Variable of the chat template for all conversations, such as enable_thinking=false; repeatable."
@@ -140,6 +140,8 @@ class TrainArgs:
     def __post_init__(self) -> None:
         if self.resume not in (None, NEWEST, AUTO):
             raise ValueError(f"resume is {self.resume!r}; expected --resume or --resume={AUTO}")
+        if self.resume is not None and self.overwrite:
+            raise ValueError("both overwrite and resume are set; expected one of them")
         if self.epochs is not None and not 0 < self.epochs < math.inf:
             raise ValueError(f"epochs is {self.epochs}; expected a finite number above 0")
         if self.epochs is not None and "steps" in self.given:
@@ -147,11 +149,7 @@ class TrainArgs:
 
     def prepare(self, place: Place | None, tell: Tell) -> Run:
         """Validate all inputs and prepare the run; see `models.training.loop.prepare`."""
-        # `.` and `..` have no name of their own.
-        name = os.path.basename(os.path.abspath(self.name)).removesuffix(".yaml").removesuffix(".yml")
-        first = Path("runs") / (f"{name}-tuned" if Path(self.name).is_dir() else name)
-        folder = self.run_dir or _default_run_dir(first, place, last=bool(self.resume or self.overwrite))
-        before = RunFolder(folder, self.limits)
+        before = self._folder(place)
         resume = self._continues(before, place)
         config = self._configured(as_before(before, self.given) if resume else self.given)
         config = _with_time(config, place)
@@ -163,7 +161,14 @@ class TrainArgs:
             agree(place, Store(), _options(config, corpus, self.run_dir, place) | options)
         restart = self.resume == AUTO and not resume
         how = {"resume": resume, "overwrite": self.overwrite, "restart": restart}
-        return prepare(config, corpus, folder, **how, tell=tell, limits=self.limits)
+        return prepare(config, corpus, before.path, **how, tell=tell, limits=self.limits)
+
+    def _folder(self, place: Place | None) -> RunFolder:
+        # `.` and `..` have no name of their own.
+        name = os.path.basename(os.path.abspath(self.name)).removesuffix(".yaml").removesuffix(".yml")
+        first = Path("runs") / (f"{name}-tuned" if Path(self.name).is_dir() else name)
+        folder = self.run_dir or _default_run_dir(first, place, last=bool(self.resume or self.overwrite))
+        return RunFolder(folder, self.limits)
 
     def _for_epochs(self, config: TrainConfig, corpus: Corpus) -> TrainConfig:
         """Return the configuration with the steps of the given epochs, the last one whole."""
@@ -180,11 +185,20 @@ class TrainArgs:
         return resume if place is None else bool(shared_number(place, Store(), "resume", int(resume)))
 
     def dry_run(self, target: str) -> None:
-        """Compile a training step for a target machine and print its requirements."""
-        place = Target.parse(target)
-        is_published = self.name in PUBLISHED_NAMES
-        config = dry_run.published_run(self.name, place, self.given) if is_published else self._configured(self.given)
-        dry_run.show(config, place, self.limits)
+        """Check the options, compile the training step for a target machine and print its requirements."""
+        place, before = Target.parse(target), self._folder(None)
+        resume, is_published = self._continues(before, None), self.name in PUBLISHED_NAMES
+        given = as_before(before, self.given) if resume else self.given
+        config = dry_run.published_run(self.name, place, given) if is_published else self._configured(given)
+        has_padding = False
+        # A step for a checkpoint compiles without any data, too.
+        if resume or self.data or self.template_set or self.epochs is not None or config.data.validation is not None:
+            corpus = _corpus(config, self.data, self.template_set, self.limits)
+            corpus.check_length(config.batch.sequence_length)
+            config, has_padding = self._for_epochs(config, corpus), corpus.has_padding
+            if resume:
+                check_continues(config, corpus.fingerprint, before)
+        dry_run.show(config, place, self.limits, has_padding=has_padding)
 
     def _configured(self, given: Given) -> TrainConfig:
         """Return the configuration of the run, with the sizes of its checkpoint or tokenizer."""
@@ -237,6 +251,8 @@ def _loggers(names: list[str], profile: int) -> MetricLoggerConfig:
         if name == "tensorboard":
             tensorboard = True
         elif kind == "wandb" and project:
+            if wandb not in (None, project):
+                raise ValueError(f"logger is {name!r}; expected one project of wandb, beside wandb={wandb}")
             wandb = project
         else:
             raise ValueError(f"logger is {name!r}; expected tensorboard or wandb=PROJECT")

@@ -21,25 +21,28 @@ from models.training.step import make_programs
 BACKWARD = 3  # ideal ratio of a forward and backward pass to a forward pass; each matrix product has two gradients
 
 
-def show(config: TrainConfig, target: Target, limits: FileLimits = FileLimits()) -> None:
+def show(config: TrainConfig, target: Target, limits: FileLimits = FileLimits(), *, has_padding: bool = False) -> None:
     """Compile one training step for a target and print its report; the arguments match `dry_run`."""
     with quiet_stderr():
-        report = dry_run(config, target, limits)
+        report = dry_run(config, target, limits, has_padding=has_padding)
     name, parallel = PUBLISHED_NAMES.get(config.model.checkpoint or ""), config.parallel
     sizes = f"{config.batch.size} sequences of {config.batch.sequence_length} tokens"
     where = f"{parallel.system} on {parallel.sizes} devices of {target.name}"
     print_report(report, f"a step of {f'{name}, ' if name else ''}{sizes}, {where}")
 
 
-def dry_run(config: TrainConfig, target: Target, limits: FileLimits = FileLimits()) -> ProgramReport:
+def dry_run(
+    config: TrainConfig, target: Target, limits: FileLimits = FileLimits(), *, has_padding: bool = False
+) -> ProgramReport:
     """Compile one training step, including the optimizer, and report memory and operations per device."""
     target.require_compiler()
     use_no_accelerators()
     mesh, source = mesh_of(config.parallel, target), source_of(config.model, limits)
-    programs = make_programs(config, mesh, make_system(config.parallel), source.config if source else None)
+    decoder = source.config if source else None
+    programs = make_programs(config, mesh, make_system(config.parallel), decoder, has_padding=has_padding)
     shape, length = (config.batch.size, config.batch.sequence_length + 1), config.batch.sequence_length
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
-    per_token = decoder_flops_per_token(source.config if source else preset_config(config.model), length)
+    per_token = decoder_flops_per_token(decoder or preset_config(config.model), length)
     ideal_flops = per_token * config.tokens_per_step // mesh.size
     return compile_for(target, programs.step, (programs.state_shapes, tokens), mesh, ideal_flops=ideal_flops)
 

@@ -28,7 +28,6 @@ from jax.sharding import Mesh
 from jax.stages import Traced
 from rich.console import Console
 
-from jax_moe_lb import System
 from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.file_limits import UNLIMITED
 from jax_moe_lb.planners import moved_experts
@@ -60,7 +59,7 @@ from models.training.faults import StepRunner, StopRequest, check_state, check_s
 from models.training.optimizer import learning_rate
 from models.training.resume import BASE_FINGERPRINT, check_continues, described, layout_of, next_homes, per_layer
 from models.training.source import Source, source_of
-from models.training.step import Programs, make_programs
+from models.training.step import Programs, check_memory, make_programs
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
@@ -108,9 +107,10 @@ def prepare(
         raise ValueError("both overwrite and resume are set; expected one of them")
     corpus.check_length(config.batch.sequence_length)
     folder, mesh = RunFolder(run_dir, limits), make_mesh(config.parallel)
+    check_memory(config, mesh)
     with in_section("parallel"):
         system = make_system(config.parallel)
-    source, base_fingerprint = source_of(config.model, limits), ""
+    source, base_fingerprint, writes = source_of(config.model, limits), "", jax.process_index() == 0
     if source is not None and source.folder is not None:
         base = source.folder.resolve()
         if base == run_dir.resolve() or any(base.is_relative_to(path.resolve()) for path in folder.files):
@@ -124,8 +124,6 @@ def prepare(
     for line in source.noise if source is not None else ():
         tell(line)
     programs = make_programs(config, mesh, system, source.config if source else None, has_padding=corpus.has_padding)
-    _check_slots(config, system)
-    writes = jax.process_index() == 0
     # Check before tracing, which takes seconds, and again under the lock, as another run may have started.
     if resume:
         check_continues(config, corpus.fingerprint, folder, base_fingerprint)
@@ -330,16 +328,6 @@ def _check_empty(folder: RunFolder, restart: bool) -> None:
         raise ValueError(
             f"run_dir is {str(folder.path)!r}, which contains a run; expected --resume to continue it, "
             "--overwrite to move it aside, or another folder"
-        )
-
-
-def _check_slots(config: TrainConfig, system: System) -> None:
-    """Raise `ValueError` if there are more slots than experts; the error of the layer would not name the option."""
-    most = config.model.num_experts - config.model.num_experts // config.parallel.expert_parallel
-    if system.replica_slots > most:
-        raise ValueError(
-            f"parallel.replica_slots is {system.replica_slots}; expected at most {most}, the experts that are not at "
-            "home on a rank"
         )
 
 

@@ -24,7 +24,7 @@ from models.decoder.config import DecoderConfig
 from models.decoder.layers import KEPT, Adapter, expert_rules
 from models.decoder.model import Decoder
 from models.decoder.stacked import StackedDecoder
-from models.mesh import all_axes, placed_shapes, state_shardings, topology_of
+from models.mesh import all_axes, memory_bytes, placed_shapes, state_shardings, topology_of
 from models.pretrained.adapters import target_paths
 from models.settings import in_section
 from models.training.optimizer import apply_gradients, gradient_norm, make_optimizer
@@ -115,10 +115,42 @@ class Programs:
     topology: Topology  # topology of the mesh
 
 
+def _check_slots(config: TrainConfig, system: System) -> None:
+    """Raise `ValueError` if there are more slots than experts; the error of the layer would not name the option."""
+    most = config.model.num_experts - config.model.num_experts // config.parallel.expert_parallel
+    if system.replica_slots > most:
+        raise ValueError(
+            f"parallel.replica_slots is {system.replica_slots}; expected at most {most}, the experts that are not at "
+            "home on a rank"
+        )
+
+
+def check_memory(config: TrainConfig, mesh: Mesh) -> None:
+    """Raise `ValueError` if the parameters, or a single array of the batch, exceed the memory of all devices."""
+    model, there = config.model, memory_bytes(mesh)
+    num_params = (model.vocab_size + 3 * model.num_layers * model.num_experts * model.mlp_dim) * model.embed_dim
+    most = there // jnp.dtype(model.param_dtype).itemsize
+    # A checkpoint has its own limits, and may have layers without experts.
+    if model.checkpoint is None and num_params > most:
+        raise ValueError(
+            f"model has {num_params:.1e} parameters; expected at most {most:.1e}, the memory of {mesh.size} devices. "
+            "Reduce num_layers, num_experts or a width"
+        )
+    sequence_bytes = config.batch.sequence_length * model.embed_dim * jnp.dtype(model.compute_dtype).itemsize
+    most = there // sequence_bytes * config.num_microbatches
+    if config.batch.size > most:
+        length = config.batch.sequence_length
+        raise ValueError(
+            f"batch.size is {config.batch.size}; expected at most {most} sequences of {length} tokens, the memory of "
+            f"{mesh.size} devices"
+        )
+
+
 def make_programs(
     config: TrainConfig, mesh: Mesh, system: System, decoder: DecoderConfig | None = None, *, has_padding: bool = False
 ) -> Programs:
     """Build the programs, without compiling."""
+    _check_slots(config, system)
     if system.migrate is None:
         topology = topology_of(mesh, config.parallel.ranks_per_domain)
     else:

@@ -1,5 +1,7 @@
 """A dry run reports runs that do not fit the target; `ci/accelerators.sh` compiles one."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +28,11 @@ from models.training.step import make_programs
         ("tiny --dry-run h100", "target is 'h100'; expected NAME:NODESxGPUS"),
         ("tiny --dry-run h100:1x8 --set batch.size=7", "batch.size is 7; expected a multiple of the 8 shards"),
         ("tiny --dry-run h100:1x8", "target h100:1x8 requires the compiler of cuda; run pip install"),
+        ("tiny --dry-run h100:1x8 --data none", "data is 'none', which does not exist; expected"),
+        ("tiny --dry-run h100:1x8 --set data.validation=none", "data is 'none', which does not exist; expected"),
+        ("tiny --dry-run h100:1x8 --template-set a=1", "template_set is 'a=1'; expected a checkpoint with a chat"),
+        ("tiny --dry-run h100:1x8 --resume --run-dir none", "resume is set, but 'none' has no checkpoint; expected"),
+        ("tiny --dry-run h100:1x8 --resume --overwrite", "both overwrite and resume are set; expected one of them"),
         ("mixtral-8x7b", "data.tokenizer is None; expected a tokenizer.json for mixtral-8x7b"),
         ("mixtral-8x7b --dry-run h100:8x8 --set model.num_layers=2", "model.num_layers is 2; expected none with"),
         ("mixtral-8x7b --dry-run h100:8x8 --set relocation.interval=9", "relocation.interval is 9; expected none with"),
@@ -40,6 +47,16 @@ def test_what_cannot_be_compiled_is_refused_in_one_line(arguments, message, monk
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"error: {message}")
     assert result.stderr.count("\n") == 1
+
+
+def test_the_data_of_the_run_decide_its_steps_and_padding(monkeypatch):
+    corpus = SimpleNamespace(has_padding=True, check_length=lambda length: None, num_sequences=lambda length: 320)
+    shown = []
+    monkeypatch.setattr("models.train._corpus", lambda *of: corpus)
+    monkeypatch.setattr(module, "show", lambda config, *of, has_padding: shown.append((config.steps, has_padding)))
+    for options in ("", " --data text.jsonl --epochs 3"):
+        assert CliRunner().invoke(app, f"tiny --dry-run h100:1x8{options}".split()).exit_code == 0
+    assert shown == [(200, False), (30, True)]
 
 
 def test_the_mesh_must_have_all_devices(monkeypatch):

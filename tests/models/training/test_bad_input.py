@@ -7,7 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from jax_moe_lb.layer.systems import COMPARED, system_names
+from models import generate
 from models.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from models.mesh import make_mesh, memory_bytes
 from models.train import app
 from tests.models.small import CORPUS
 
@@ -44,6 +46,8 @@ CASES = [
     (["--set", "batch.accumulate=3"], "batch.size is 32; expected a multiple of the 8 shards"),
     (["--set", "model.remat=all"], "model.remat is 'all'; expected none, full, or"),
     (["--set", "relocation.min_gain=1"], "relocation.min_gain is 1.0; expected at least 0"),
+    (["--set", "relocation.min_gain=0.1"], "relocation.min_gain is 0.1; expected 0.02 without relocation. Set"),
+    (["--logger", "wandb=a", "--logger", "wandb=b"], "logger is 'wandb=b'; expected one project of wandb"),
     (["--set", "model.z_loss=-1"], "model.z_loss is -1.0; expected a finite number"),
     (["--set", "parallel.repeats=2"], "parallel.repeats is 2; expected 1 without a pipeline. Set stages"),
     (["--set", "parallel.layers_before=2"], "layers_before is 2; expected 0 without a pipeline"),
@@ -158,6 +162,27 @@ def test_a_file_says_what_options_say(folder, monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("model.num_layers=1000000000", "model has 7.9e+14 parameters; expected at most 2.7e+08, the memory of 8"),
+        ("model.vocab_size=100000000000000", "model has 1.3e+16 parameters; expected at most 2.7e+08, the memory"),
+        ("batch.size=8388600", "batch.size is 8388600; expected at most 16384 sequences of 128 tokens, the memory"),
+    ],
+)
+def test_what_exceeds_the_memory_is_refused_before_it_is_built(folder, key, message, monkeypatch):
+    monkeypatch.setattr("models.training.step.memory_bytes", lambda mesh: 2**30)
+    monkeypatch.setattr("models.train.default_corpus", lambda max_bytes: CORPUS)
+    result = CliRunner().invoke(app, ["tiny", "--run-dir", "run", "--set", key])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: {message}")
+    assert not (folder / "run").exists()
+
+
+def test_the_memory_is_that_of_all_devices():
+    assert 2**28 < memory_bytes(make_mesh(ParallelConfig())) < 2**60
+
+
 def test_the_list_has_every_key():
     result = CliRunner().invoke(app, ["small", "--set", "list"])
     assert result.exit_code == 0
@@ -171,8 +196,9 @@ def test_the_list_has_every_key():
     assert "--set list" in CliRunner().invoke(app, ["--help"]).stdout
 
 
-def test_the_help_names_every_system():
-    shown = CliRunner().invoke(app, ["--help"]).stdout
+@pytest.mark.parametrize("of", [app, generate.app])
+def test_the_help_names_every_system(of):
+    shown = CliRunner().invoke(of, ["--help"]).stdout
     assert not [name for name in (*system_names(), *COMPARED) if name not in shown]
 
 
