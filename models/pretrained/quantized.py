@@ -5,6 +5,7 @@ Microscaling: a power-of-two scale per 32 weights of 4 bits), and two of `compre
 floats with a scale per row or block) and `pack-quantized` (integers of 4 or 8 bits with a scale per group of a row).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,7 +52,7 @@ class Fp8:
 
     def read(self, tensors: TensorFolder, name: str, index: Index) -> np.ndarray:
         """Multiply each row of blocks by its scales."""
-        narrow, scales = tensors.read(name), tensors.read(name + self.suffix).astype(np.float32)
+        narrow, scales = tensors.read(name), self.scales(tensors, name)
         rows, columns = self.block
         if columns is None:
             return (narrow.astype(np.float32) * np.repeat(scales, rows, 0)[: narrow.shape[0]])[index]
@@ -62,6 +63,10 @@ class Fp8:
             # A block may declare more columns than the matrix has.
             wide[at] *= np.repeat(factors, min(columns, wide.shape[1]))[: wide.shape[1]]
         return wide[index]
+
+    def scales(self, tensors: TensorFolder, name: str) -> np.ndarray:
+        """Read scales as float32; raise `ValueError` if one is not finite."""
+        return _finite(tensors, name + self.suffix)
 
 
 @dataclass(frozen=True)
@@ -89,15 +94,19 @@ class PackedIntegers:
 
     def read(self, tensors: TensorFolder, name: str, index: Index) -> np.ndarray:
         """Read whole rows, unpack them and multiply them by their scales."""
-        packed, scales = (tensors.read(name + part, index[:1]) for part in (PACKED, SCALE))
+        packed, scales = tensors.read(name + PACKED, index[:1]), self.scales(tensors, name, index[:1])
         columns = packed.shape[1] * WORD_BITS // self.bits
         if (given := tensors.read(name + SHAPE).tolist())[1] != columns:
             raise ValueError(f"{tensors.folder}: {short(name + SHAPE)} is {given}; expected {columns} columns")
         shifts = np.arange(0, WORD_BITS, self.bits, dtype=np.uint32)
         stored = (packed.view(np.uint32)[..., None] >> shifts) & np.uint32(2**self.bits - 1)
         wide = stored.reshape(len(packed), columns).astype(np.float32) - 2 ** (self.bits - 1)
-        wide *= np.repeat(scales.astype(np.float32), self.group or columns, 1)[:, :columns]
+        wide *= np.repeat(scales, self.group or columns, 1)[:, :columns]
         return wide[(slice(None), *index[1:])]
+
+    def scales(self, tensors: TensorFolder, name: str, index: Index = ()) -> np.ndarray:
+        """Read scales as float32; raise `ValueError` if one is not finite."""
+        return _finite(tensors, name + SCALE, index)
 
 
 @dataclass(frozen=True)
@@ -140,6 +149,13 @@ class Mxfp4:
         return scales
 
 
+def _finite(tensors: TensorFolder, name: str, index: Index = ()) -> np.ndarray:
+    scales = tensors.read(name, index).astype(np.float32)
+    if not (finite := np.isfinite(scales)).all():
+        raise ValueError(f"{tensors.folder}: {short(name)} has a scale {scales[~finite][0]}; expected finite scales")
+    return scales
+
+
 def _require(tensors: TensorFolder, weight: str, scale: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
     """Raise `ValueError` if the scales of a weight are missing or have a wrong shape or dtype."""
     if scale not in tensors.home:
@@ -152,7 +168,8 @@ def _require(tensors: TensorFolder, weight: str, scale: str, shape: tuple[int, .
         raise ValueError(f"{header.path}: {short(scale)} is {what}; expected {' or '.join(dtypes)} {list(shape)}")
 
 
-# Storage format: `weights` returns the shapes of weights and the tensors storing them, `read` a weight as float32.
+# Storage format: `weights` returns the shapes of weights and the tensors storing them, `read` a weight as float32, and
+# `scales` its checked scales.
 Format = Fp8 | PackedIntegers | Mxfp4
 
 
@@ -234,17 +251,20 @@ class CheckpointWeights:
         self.shapes = plain | self.quantized
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise `ValueError` unless a weight has the given shape, a supported dtype and finite `mxfp4` scales."""
+        """Raise `ValueError` unless a weight has the given shape and a supported dtype."""
         header = next(
             self.tensors.home[name + part] for part in ("", BLOCKS, PACKED) if name + part in self.tensors.home
         )
         if self.shapes[name] != shape:
             raise ValueError(f"{header.path}: {name} has shape {list(self.shapes[name])}; expected {list(shape)}")
-        if name in self.quantized and isinstance(self.format, Mxfp4):
-            # Otherwise a run would fail only after it has compiled its step and moved an earlier run aside.
-            self.format.scales(self.tensors, name)
         if name not in self.quantized and header.dtypes[name] not in FLOATS:
             raise ValueError(f"{header.path}: {name} has dtype {header.dtypes[name]}; expected one of {FLOATS}")
+
+    def check_scales(self, names: Iterable[str]) -> None:
+        """Read the scales of quantized weights; raise `ValueError` if one is not finite."""
+        for name in names:
+            if self.format is not None and name in self.quantized:
+                self.format.scales(self.tensors, name)
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
         """Read a weight, or a part of it: quantized weights as float32, others in their own dtype."""

@@ -119,8 +119,11 @@ def prepare(
             raise ValueError(f"run_dir is {str(run_dir)!r}; expected {which}")
         if config.lora.rank or not resume:
             # A resumed run reads only frozen parameters of it again.
-            weights, _ = checked_weights(source.folder, source.config, limits)
+            weights, pieces = checked_weights(source.folder, source.config, limits)
             base_fingerprint = weights.tensors.fingerprint if config.lora.rank else ""
+            if writes:
+                # Loading would refuse them only after an earlier run is moved aside.
+                weights.check_scales(sorted({piece.name for piece in pieces}))
     for line in source.noise if source is not None else ():
         tell(line)
     programs = make_programs(config, mesh, system, source.config if source else None, has_padding=corpus.has_padding)

@@ -164,7 +164,9 @@ FP4_SCALES = "model.layers.1.mlp.experts.down_proj_scales"
         ("deepseek_v3", lambda t: t.update({FP8_NAME: t[FP8_NAME][None]}), f"{FP8_NAME} has shape [1, 64, 64]"),
         ("deepseek_v3", lambda t: t.pop(FP8_NAME), f"missing: {FP8_NAME}"),
         ("deepseek_v3", lambda t: t.update({FP8_NAME: t[FP8_NAME][:20], SCALES: t[SCALES][:1]}), "has shape [20, 64]"),
+        ("deepseek_v3", lambda t: t.update({SCALES: t[SCALES] * np.nan}), f"{SCALES} has a scale nan; expected finite"),
         ("glm4_moe", lambda t: t.pop(SCALE), f"{FP8_NAME} has no scales; expected {SCALE} [64, 1]"),
+        ("kimi_k2", lambda t: t.update({SCALE: np.full_like(t[SCALE], np.inf)}), f"{SCALE} has a scale inf; expected finite scales"),
         ("kimi_k2", lambda t: t.pop(SCALE), f"_packed has no scales; expected {SCALE} [64, 4]"),
         ("kimi_k2", lambda t: t.pop(PACKED), f"missing: {FP8_NAME}"),
         ("kimi_k2", lambda t: t.update({PACKED: t[PACKED].astype(np.int64)}), f"{PACKED} is I64 [64, 8]; expected a"),
@@ -208,15 +210,59 @@ def test_a_fingerprint_depends_on_tensors_and_not_on_files(tmp_path):
     assert len(others | {whole}) == 5
 
 
-def test_a_nan_scale_is_refused_before_weights_are_read(tmp_path):
-    tensors = {"w_blocks": np.zeros((2, 3, 1, 16), np.uint8), "w_scales": np.full((2, 3, 1), 254, np.uint8)}
-    fields = Fields(json.dumps({"quantization_config": {"quant_method": "mxfp4"}}))
+BAD_SCALES = {
+    "mxfp4": (
+        {"quant_method": "mxfp4"},
+        {"w_blocks": np.zeros((2, 3, 1, 16), np.uint8), "w_scales": np.full((2, 3, 1), 254, np.uint8)},
+        255,
+        r"w_scales has a NaN scale \(255\); expected finite scales",
+    ),
+    "fp8": (
+        FP8,
+        {"w": np.zeros((30, 30), ml_dtypes.float8_e4m3fn), "w_scale_inv": np.ones((2, 1), np.float32)},
+        np.nan,
+        "w_scale_inv has a scale nan; expected finite scales",
+    ),
+    "integers": (
+        INTEGERS,
+        {
+            "w_packed": np.zeros((3, 4), np.int32),
+            "w_scale": np.ones((3, 2), ml_dtypes.bfloat16),
+            "w_shape": np.array([3, 32], np.int32),
+        },
+        -np.inf,
+        "w_scale has a scale -inf; expected finite scales",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_SCALES)
+def test_a_scale_that_is_not_finite_is_refused_before_weights_are_read(tmp_path, kind):
+    settings, tensors, bad, message = BAD_SCALES[kind]
+    fields, scales = Fields(json.dumps({"quantization_config": settings})), dict(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
-    CheckpointWeights(TensorFolder(tmp_path), fields).check("w", (2, 32, 3))
-    tensors["w_scales"][1, 2, 0] = 255
+    CheckpointWeights(TensorFolder(tmp_path), fields).check_scales({"w"})
+    (name,) = (name for name in tensors if "_scale" in name)
+    scales[name] = scales[name].copy()
+    scales[name][-1] = bad
+    save_file(scales, tmp_path / "model.safetensors")
+    weights = CheckpointWeights(TensorFolder(tmp_path), fields)
+    # Those of other weights are not read.
+    weights.check_scales({"v"})
+    for read in (lambda: weights.check_scales({"w"}), lambda: weights.read("w")):
+        with pytest.raises(ValueError, match=message):
+            read()
+
+
+def test_loading_reads_scales_once(tmp_path, monkeypatch):
+    tensors = BAD_SCALES["mxfp4"][1]
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"w_scales has a NaN scale \(255\); expected finite scales"):
-        CheckpointWeights(TensorFolder(tmp_path), fields).check("w", (2, 32, 3))
+    weights, names = CheckpointWeights(TensorFolder(tmp_path), Fields(json.dumps({"quantization_config": "mxfp4"}))), []
+    read = TensorFolder.read
+    monkeypatch.setattr(TensorFolder, "read", lambda self, *of: names.append(of[0]) or read(self, *of))
+    weights.check("w", (2, 32, 3))
+    weights.read("w")
+    assert sorted(names) == ["w_blocks", "w_scales"]
 
 
 @pytest.mark.parametrize(
