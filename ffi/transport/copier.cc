@@ -21,9 +21,15 @@ Copier::~Copier() {
 }
 
 void Copier::Enqueue(std::function<void()> job) {
+  Jobs jobs;
+  jobs.push_back(std::move(job));
+  Enqueue(std::move(jobs));
+}
+
+void Copier::Enqueue(Jobs jobs) noexcept {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    jobs_.push_back(std::move(job));
+    jobs_.splice(jobs_.end(), jobs);
   }
   // Unlock first, so that the copier does not wake up to wait for the lock.
   changed_.notify_one();
@@ -34,12 +40,12 @@ void Copier::Run() {
   while (true) {
     changed_.wait(lock, [this] { return stopping_ || !jobs_.empty(); });
     if (jobs_.empty()) return;
-    std::function<void()> job = std::move(jobs_.front());
-    jobs_.pop_front();
+    Jobs job;
+    job.splice(job.end(), jobs_, jobs_.begin());
     // A job runs without the lock because it may enqueue on this copier: a finished copy enqueues its dependents.
     lock.unlock();
-    job();
-    job = nullptr;  // destroys its captures without the lock
+    job.front()();
+    job.clear();  // destroys its captures without the lock
     lock.lock();
   }
 }

@@ -3,8 +3,8 @@
 
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <functional>
+#include <list>
 #include <mutex>
 #include <thread>
 
@@ -20,15 +20,20 @@ class Copier {
   Copier(const Copier&) = delete;
   Copier& operator=(const Copier&) = delete;
 
+  using Jobs = std::list<std::function<void()>>;
+
   // Returns at once. A job must not throw. It may wait for other copiers, never for this one.
   void Enqueue(std::function<void()> job);
+  // Allocates no memory. Create all jobs of a call before the first is enqueued: an exception between them would free
+  // the buffers of those running.
+  void Enqueue(Jobs jobs) noexcept;
 
  private:
   void Run();
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<std::function<void()>> jobs_;
+  Jobs jobs_;
   bool stopping_ = false;
   std::thread thread_;  // last: it uses all of the above
 };

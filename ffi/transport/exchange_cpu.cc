@@ -69,14 +69,16 @@ void ExchangeState::Exchange(View<Participant> participants, const ExchangeRende
   // Set before the first job is enqueued, because it may finish before the next one is enqueued.
   work->num_left = participants.size();
   work->finish = finish;
+  std::vector<Copier::Jobs> jobs(participants.size());
   for (size_t rank = 0; rank < participants.size(); ++rank) {
-    // Each receiver has its own copier, so only one thread writes to an output.
-    copiers[rank]->Enqueue([work, rank] {
+    jobs[rank].push_back([work, rank] {
       Receive(work->view(), rank);
       // The decrement also orders memory: the thread reaching 0, and XLA after it, sees the copies of all others.
       if (--work->num_left == 0) work->finish(Ok());
     });
   }
+  // Each receiver has its own copier, so only one thread writes to an output.
+  for (size_t rank = 0; rank < participants.size(); ++rank) copiers[rank]->Enqueue(std::move(jobs[rank]));
 }
 
 xf::ErrorOr<std::unique_ptr<ExchangeState>> Instantiate(int64_t num_ranks, int64_t num_lanes, double timeout_s,

@@ -21,34 +21,41 @@ Status CopiersOf(const PeerTable& table, std::vector<Copier*>* copiers) {
 }
 
 // State of a run, alive until the last task is complete.
-class Run : public std::enable_shared_from_this<Run> {
+class Run {
  public:
   Run(std::vector<PeerTask> tasks, PeerTable table, std::vector<Copier*> copiers, std::function<void()> done)
       : tasks_(std::move(tasks)),
         table_(std::move(table)),
         copiers_(std::move(copiers)),
         done_(std::move(done)),
+        jobs_(tasks_.size()),
         unlocks_(tasks_.size()),
         num_waiting_(tasks_.size()),
         num_open_(tasks_.size()) {
     for (size_t i = 0; i < tasks_.size(); ++i) {
+      jobs_[i].push_back([this, i] { Do(i); });
       num_waiting_[i] = tasks_[i].after.size();
       for (const size_t before : tasks_[i].after) unlocks_[before].push_back(i);
     }
   }
 
-  void Start() {
+  // Starts the tasks of a run that its caller keeps alive until the return.
+  static void Start(const std::shared_ptr<Run>& run) noexcept {
+    run->self_ = run;
+    run->EnqueueFirst();
+  }
+
+ private:
+  void EnqueueFirst() noexcept {
     for (size_t i = 0; i < tasks_.size(); ++i) {
       // `num_waiting_` cannot be used here: copiers already decrement it, and a task at 0 would start twice.
       if (tasks_[i].after.empty()) Enqueue(i);
     }
   }
 
- private:
-  void Enqueue(size_t task) {
-    // The receiver's copier does the copy, so only one thread writes the slots of a rank. The enqueued jobs keep the
-    // run alive.
-    copiers_[tasks_[task].to_rank]->Enqueue([self = shared_from_this(), task] { self->Do(task); });
+  void Enqueue(size_t task) noexcept {
+    // The receiver's copier does the copy, so only one thread writes the slots of a rank.
+    copiers_[tasks_[task].to_rank]->Enqueue(std::move(jobs_[task]));
   }
 
   void Do(size_t task) {
@@ -65,13 +72,17 @@ class Run : public std::enable_shared_from_this<Run> {
       // copier, and may forward them.
       if (--num_waiting_[next] == 0) Enqueue(next);
     }
-    if (--num_open_ == 0) done_();
+    if (--num_open_ > 0) return;
+    const std::shared_ptr<Run> self = std::move(self_);
+    done_();
   }
 
   const std::vector<PeerTask> tasks_;
   const PeerTable table_;
   const std::vector<Copier*> copiers_;  // by rank
   const std::function<void()> done_;
+  std::shared_ptr<Run> self_;                     // until the last task is complete
+  std::vector<Copier::Jobs> jobs_;                // the job of each task, until it is enqueued
   std::vector<std::vector<size_t>> unlocks_;      // the tasks waiting for each task
   std::vector<std::atomic<size_t>> num_waiting_;  // number of tasks awaited by each task
   std::atomic<size_t> num_open_;
@@ -99,7 +110,7 @@ Status RunPeerTasks(std::vector<PeerTask> tasks, PeerTable table, std::function<
     // Without slots, no task would count down to `done`.
     done();
   } else {
-    std::make_shared<Run>(std::move(tasks), std::move(table), std::move(copiers), std::move(done))->Start();
+    Run::Start(std::make_shared<Run>(std::move(tasks), std::move(table), std::move(copiers), std::move(done)));
   }
   return Ok();
 }
@@ -116,14 +127,16 @@ Status RunPeerSums(MatrixView<const int32_t> wanted, const std::vector<PeerNumbe
   if (Status bad = CopiersOf(table, &copiers)) return bad;
   const size_t num_ranks = table.num_ranks();
   const auto sums = std::shared_ptr<Sums>(new Sums{std::move(table), numbers, std::move(done), {num_ranks}});
+  std::vector<Copier::Jobs> jobs(num_ranks);
   for (size_t rank = 0; rank < num_ranks; ++rank) {
     // The home's copier adds up all replicas of its experts. One writer and one order make the sums bitwise
     // reproducible.
-    copiers[rank]->Enqueue([sums, wanted, rank] {
+    jobs[rank].push_back([sums, wanted, rank] {
       SumAtHome(wanted, sums->numbers, sums->table, rank);
       if (--sums->num_open == 0) sums->done();
     });
   }
+  for (size_t rank = 0; rank < num_ranks; ++rank) copiers[rank]->Enqueue(std::move(jobs[rank]));
   return Ok();
 }
 

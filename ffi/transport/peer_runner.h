@@ -11,7 +11,7 @@ namespace moe_lb {
 
 // Run the tasks, each on the copier of the receiving device after its dependencies. Returns at once. `done` is called
 // once, on any thread, after the last task. The memory of `table` must live until then. Fails, without a call of
-// `done`, if a copier cannot be started; then no task runs.
+// `done`, if a copier cannot be started; then no task runs, nor if it throws for want of memory.
 Status RunPeerTasks(std::vector<PeerTask> tasks, PeerTable table, std::function<void()> done);
 
 // Run the transpose: `home` of every rank receives the sums over the slots holding its experts, in the order of

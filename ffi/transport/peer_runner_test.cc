@@ -1,11 +1,32 @@
 #include "ffi/transport/peer_runner.h"
 
+#include <algorithm>
+#include <cstdlib>
+#include <functional>
 #include <future>
+#include <new>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "ffi/common/testing.h"
 #include "ffi/transport/copier.h"
+
+namespace {
+
+// Allocations of this thread before one that fails; negative if none fails.
+thread_local int allocations_left = -1;
+
+}  // namespace
+
+void* operator new(size_t size) {
+  if (allocations_left >= 0 && allocations_left-- == 0) throw std::bad_alloc();
+  void* const memory = std::malloc(std::max<size_t>(size, 1));
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 namespace {
 
@@ -126,6 +147,56 @@ void AMissingCopierStopsAllTasks() {
   machine.Check();
 }
 
+// Waits until the copiers of the first devices have run their jobs.
+void AwaitCopiers(int64_t num_devices) {
+  for (int64_t device = 0; device < num_devices; ++device) {
+    Copier* copier = nullptr;
+    EXPECT(!Copiers::Of(device, &copier));
+    std::promise<void> idle;
+    copier->Enqueue([&idle] { idle.set_value(); });
+    idle.get_future().wait();
+  }
+}
+
+// Calls `run` with an allocation that fails, for each of its allocations until it succeeds: a call that fails must not
+// have started a job, because its memory is free at once.
+template <typename Run>
+void FailEachAllocation(const Machine& machine, const std::vector<float>& out, Run run) {
+  const std::vector<float> before = out;
+  for (int count = 0;; ++count) {
+    std::promise<void> done;
+    const std::function<void()> end = [&done] { done.set_value(); };
+    bool failed = false;
+    allocations_left = count;
+    try {
+      EXPECT(!run(end));
+    } catch (const std::bad_alloc&) {
+      failed = true;
+    }
+    allocations_left = -1;
+    if (!failed) return done.get_future().wait();
+    AwaitCopiers(static_cast<int64_t>(machine.participants));
+    EXPECT(out == before);
+  }
+}
+
+void ShortMemoryStopsAllJobsOrNone() {
+  Machine machine(4, 1, 2, 100, 4);
+  machine.wanted = {1, 2, 2, 3, 3, 0, 0, 1};
+  machine.relay[2] = 0;  // rank 1 gets expert 2 from rank 0
+  const MatrixView<const int32_t> wanted{machine.wanted.data(), 4, 2};
+  const PeerTable table = machine.Table();
+  std::vector<PeerTask> tasks;
+  EXPECT(!PlanPeerTasks(wanted, {machine.relay.data(), 4, 2}, table.weights(), &tasks));
+  FailEachAllocation(machine, machine.copies, [&](const auto& end) { return RunPeerTasks(tasks, table, end); });
+  machine.Check();
+  FailEachAllocation(machine, machine.weights,
+                     [&](const auto& end) { return RunPeerSums(wanted, {PeerNumber::kF32}, table, end); });
+  for (size_t i = 0; i < machine.weights.size(); ++i) {
+    EXPECT_EQ(machine.weights[i], 2.0f * static_cast<float>(1 + i / machine.size));
+  }
+}
+
 void TablesMustAgree() {
   Machine a(2, 1, 1, 1, 1), b(2, 1, 1, 1, 1);
   b.wanted[1] = 0;
@@ -140,6 +211,7 @@ void TablesMustAgree() {
 
 int main() {
   AMissingCopierStopsAllTasks();
+  ShortMemoryStopsAllJobsOrNone();
   RandomPlansWithRandomRelays();
   SumsComeHome();
   TablesMustAgree();
