@@ -60,6 +60,9 @@ def as_before(folder: RunFolder, given: Given) -> Given:
     if "stages" in changed:
         parallel |= {"repeats": 1, "microbatches": None, "layers_before": 0}
     moves = {name: value for name, value in moves.items() if value is not None}
+    if given.get("relocation", {}).get("interval", 0) is None:
+        # The other options of relocation go with it.
+        moves = {}
     data = {"now": now} if (now := before.data.now) else {}
     return layered({"parallel": parallel, "relocation": moves, "data": data}, given)
 

@@ -1,5 +1,6 @@
 """Files of a run are complete, are never deleted, and belong to one training run at a time."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -13,13 +14,16 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from models.config import RelocationConfig, TrainConfig
 from models.pretrained.saving import is_exported, vacant
 from models.run_folder.checkpoints import keep_quiet, steps_in, system_errors
 from models.run_folder.files import free_sibling, lock_folder, make_way, part, write_whole
 from models.run_folder.metrics import PER_STEP, Recorder, RunFolder
+from models.settings import updated
 from models.train import TrainArgs, _default_run_dir, app
 from models.training.faults import StopRequest
 from models.training.loop import _check_empty, _claim, _export
+from models.training.resume import as_before
 
 
 def test_a_killed_write_leaves_the_file_as_it_was(tmp_path, monkeypatch):
@@ -81,6 +85,15 @@ def test_names_with_other_numbers_are_a_users(tmp_path):
     (tmp_path / "tiny-01").mkdir()
     RunFolder(tmp_path / "tiny").config.write_text("{}")
     assert _default_run_dir(tmp_path / "tiny", None, last=False) == tmp_path / "tiny-2"
+
+
+def test_a_resumed_run_may_end_its_relocation(tmp_path):
+    folder, config = RunFolder(tmp_path), TrainConfig(relocation=RelocationConfig(interval=2, min_gain=0.1))
+    folder.config.write_text(json.dumps({"config": dataclasses.asdict(config), "data": {"fingerprint": ""}}))
+    (folder.checkpoints / "4").mkdir(parents=True)
+    assert updated(TrainConfig(), as_before(folder, {})).relocation == config.relocation
+    given = as_before(folder, {"relocation": {"interval": None}})
+    assert updated(TrainConfig(), given).relocation == RelocationConfig()
 
 
 def test_siblings_are_numbered(tmp_path):
