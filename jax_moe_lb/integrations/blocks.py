@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.stats import Stats, raise_if_concrete
 from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import as_int32, wide_dtype
 from jax_moe_lb.layer.moe import MoEParams, moe
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.nn.sharding import expert_specs
@@ -90,7 +91,7 @@ def serve(
     layout = token_layout(x.shape[:-1], config.mesh, topology.data_axes + topology.expert_axes)
     mask = jnp.ones(layout.shape, bool) if layout.is_padded else None
     tokens, mask, ids, factors = (
-        layout.enter(array) for array in (x, mask, experts_of_tokens.astype(jnp.int32), weights.astype(jnp.float32))
+        layout.enter(array) for array in (x, mask, as_int32(experts_of_tokens), weights.astype(wide_dtype(x)))
     )
     experts = jax.tree.map(lambda leaf: leaf.astype(x.dtype), experts)
     y, stats = _sharded(_BlockInputs(tokens, mask, ids, factors, experts), config=config, layout=layout)

@@ -12,7 +12,7 @@ from jax_moe_lb.core.manual_axes import vary_like, varying_axes
 from jax_moe_lb.core.plan import Plan, imbalance, load, plain_plan, straggler, traffic
 from jax_moe_lb.core.stats import Fault, Stats, fault_code
 from jax_moe_lb.core.topology import Topology
-from jax_moe_lb.core.types import Counts, State, Tokens, iota, pytree
+from jax_moe_lb.core.types import Counts, State, Tokens, as_int32, iota, pytree
 from jax_moe_lb.layer.arguments import check_arguments, check_axes, check_types
 from jax_moe_lb.layer.facts import layer_facts
 from jax_moe_lb.layer.route import rank_tokens, route
@@ -184,7 +184,7 @@ def moe(
     check_types(state=(state, MoEState), tokens=(tokens, TokenInfo), losses=(losses, Losses))
     check_axes(x, topology)
     check_arguments(x, params, router, system.migrate, topology, state.homes, tokens)
-    kernel, homes = params.router, state.homes
+    kernel, homes = params.router, None if state.homes is None else as_int32(state.homes)
     experts = params.experts if system.migrate is None else system.migrate(params.experts)
     options = router_options(router)
     info = rank_tokens(tokens, x.shape[0], topology)
@@ -210,7 +210,7 @@ def moe(
     stats = _stats(counted, routed.counts, start, served, experts, loss=loss, fault=fault)
     # All leaves vary over the same mesh axes: one entry of `out_specs` fits all.
     stats = vary_like(stats, stats)
-    after = MoEState(balancer, homes)
+    after = MoEState(balancer, state.homes)
     return (y, stats, after, routing.experts) if return_routing else (y, stats, after)
 
 
@@ -383,8 +383,8 @@ def _stats(
         straggler_after=straggler(load_after),
         rounds=served.rounds,
         rows_moved=moved.rows,
-        # In float32: a rack moves more than 2^31 bytes.
-        weight_bytes_moved=moved.replicas.astype(jnp.float32) * expert_bytes,
+        # In float32: a rack moves more than 2^31 bytes, and one expert may have as many.
+        weight_bytes_moved=moved.replicas.astype(jnp.float32) * float(expert_bytes),
         loss=loss[0],
         fault=fault,
         z_loss=loss[1],

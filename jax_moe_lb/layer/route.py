@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.topology import Topology
-from jax_moe_lb.core.types import Tokens, as_int32, iota
+from jax_moe_lb.core.types import Tokens, as_int32, iota, wide_dtype
 from jax_moe_lb.layer.arguments import check_routing
 from jax_moe_lb.routing.logits import router_logits
 from jax_moe_lb.routing.routers import (
@@ -32,7 +33,7 @@ def rank_tokens(tokens: TokenInfo, num_tokens: int, topology: Topology) -> Token
         key = jax.random.fold_in(key, rank)
     if position is None:
         position = rank * num_tokens + iota(num_tokens)
-    return replace(tokens, key=key, position=position)
+    return replace(tokens, key=key, position=as_int32(position))
 
 
 @jax.named_scope("route")
@@ -53,7 +54,10 @@ def route(
         logits += logit_bias.astype(logits.dtype)[None]
     routing = router(logits, bias, info)
     check_routing(routing, logits)
-    routing = replace(routing, experts=as_int32(routing.experts))
+    # Sums over copies and tokens have these dtypes, so none may be narrower than the logits.
+    floats = {name: getattr(routing, name) for name in ("weights", "logits", "scores")}
+    floats = {name: value.astype(np.promote_types(wide_dtype(value), logits.dtype)) for name, value in floats.items()}
+    routing = replace(routing, experts=as_int32(routing.experts), **floats)
     if info.weights is not None and info.experts is None:
         raise ValueError("tokens.experts is None; expected an array with tokens.weights")
     if info.experts is not None:

@@ -172,8 +172,9 @@ class GivenTokens(NamedTuple):
         first = (iota(rows) * per_row).reshape(*shape[:-1], 1)
         if self.segments is None:
             return jnp.broadcast_to(first, shape), rows
-        inside = (self.segments >= 0) & (self.segments < per_row)
-        return jnp.where(inside, first + self.segments.astype(jnp.int32), -1), rows * per_row
+        # A narrow dtype cannot hold `per_row`, and comparisons would wrap it around.
+        segments = as_int32(self.segments)
+        return jnp.where((segments >= 0) & (segments < per_row), first + segments, -1), rows * per_row
 
 
 def token_layout(shape: tuple[int, ...], mesh: Mesh, axes: Axes, known: Sequence[Axes] = ()) -> TokenLayout:

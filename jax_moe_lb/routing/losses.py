@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from jax_moe_lb.core.checks import NonNegative, checked_fields
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.topology import Topology
-from jax_moe_lb.core.types import Counts, TokenMask
+from jax_moe_lb.core.types import Counts, TokenMask, as_int32
 from jax_moe_lb.routing.routers import Logits, Routing, TokenInfo
 
 
@@ -125,7 +125,7 @@ def segment_loss(
         return jnp.zeros((), scores.dtype)
     num_experts, active = scores.shape[1], active[:, None]
     # Map negative numbers past the end, to drop them: a negative index would count from the end.
-    rows = jnp.where(segments < 0, num_segments, segments)
+    rows = jnp.where(segments < 0, num_segments, as_int32(segments))
     columns = jnp.where(experts < 0, num_experts, experts)
     terms = jnp.concatenate([jnp.where(active, scores, 0), active, jnp.ones_like(active)], 1, dtype=scores.dtype)
     sums = jnp.zeros((num_segments, num_experts + 2), scores.dtype).at[rows].add(terms, mode="drop")

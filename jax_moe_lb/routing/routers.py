@@ -465,7 +465,7 @@ def updated_bias(bias: Float[Array, "E"], load: Int[Array, "E"], rate: float = 1
     """
     load = load.astype(bias.dtype)
     # As in the paper, only the sign counts: the step size does not depend on the distance from the mean.
-    return bias + rate * jnp.sign(load.mean() - load)
+    return bias + jnp.asarray(rate, bias.dtype) * jnp.sign(load.mean() - load)
 
 
 def tokens_per_expert(experts: Int[Array, "B C"], num_experts: int) -> Int[Array, "B E"]:

@@ -7,9 +7,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
-from jax_moe_lb import Buffers, Experts, MoEParams, TopK, Topology, exact, feplb, greedy, moe, plain, rails
+from jax_moe_lb import (
+    Buffers,
+    Experts,
+    MoEParams,
+    MoEState,
+    TokenInfo,
+    TopK,
+    Topology,
+    exact,
+    feplb,
+    greedy,
+    moe,
+    plain,
+    rails,
+)
 from jax_moe_lb.core.types import as_int32
+from jax_moe_lb.layer.route import rank_tokens, route
 from jax_moe_lb.transport import Saved
 from tests.layer_cases import BY_NAME, Case, assert_equals_dense, make_mesh, sharded_moe, with_gradients
 from tests.marks import parametrize
@@ -216,3 +232,57 @@ def test_a_router_may_return_ids_of_another_dtype():
     args = case.arguments("zipf", 2)[:4]
     runs = [jax.jit(sharded_moe(mesh, Topology.from_mesh(mesh), greedy(1), one)) for one in (router, TopK(2))]
     jax.tree.map(np.testing.assert_array_equal, *(run(*args) for run in runs))
+
+
+def test_an_expert_may_have_more_bytes_than_int32():
+    """The experts of Grok-1 in float32 have 2.4 GB each."""
+    mesh, width, inner = make_mesh((2,), ("expert",)), 2**13, 2**16
+    shapes = (8, width), (8,), (width, 4), (4, width, inner), (4, inner, width)
+    args = [jax.ShapeDtypeStruct(shape, bool if len(shape) == 1 else jnp.float32) for shape in shapes]
+    layer = sharded_moe(mesh, Topology.from_mesh(mesh), exact(1))
+    _, stats = jax.eval_shape(lambda *args: layer(*args[:3], Experts(*args[3:])), *args)
+    assert stats.weight_bytes_moved.dtype == jnp.float32
+
+
+@pytest.mark.slow
+def test_homes_may_have_another_dtype(unchecked):
+    """A narrow unsigned dtype has no number for copies of padding."""
+    mesh, (x, mask, kernel, experts) = make_mesh((2,), ("expert",)), Case().arguments("zipf", 2)[:4]
+    topology, homes = Topology.from_mesh(mesh), jnp.arange(16)[::-1]
+
+    def layer(x, mask, kernel, experts, homes):
+        params, state = MoEParams(kernel, experts), MoEState(homes=homes)
+        y, stats, after = moe(x, params, TopK(2), greedy(1), topology, state, TokenInfo(mask=mask))
+        return y, stats.of_group, after.homes
+
+    ranks, whole = PartitionSpec("expert"), PartitionSpec()
+    specs = {"in_specs": (ranks, ranks, whole, ranks, whole), "out_specs": (ranks, PartitionSpec(None), whole)}
+    run = jax.jit(jax.shard_map(layer, mesh=mesh, **specs))
+    mask = jnp.arange(x.shape[0]) % 3 > 0
+    *found, after = run(x, mask, kernel, experts, homes.astype("uint8"))
+    assert after.dtype == jnp.uint8
+    *want, _ = run(x, mask, kernel, experts, homes.astype("int32"))
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("float64", "float32"), ("float32", "float64")])
+def test_weights_and_scores_are_at_least_as_wide_as_the_logits(dtypes, x64):
+    """Sums over copies and tokens have their dtypes."""
+    of_tokens, of_router = dtypes
+
+    def router(logits, bias, info):
+        routing = TopK(2)(logits, bias, info)
+        return replace(routing, **{name: getattr(routing, name).astype(of_router) for name in ("weights", "scores")})
+
+    routing = route(jnp.ones((4, 8), of_tokens), jnp.ones((8, 4), of_tokens), router, TokenInfo())
+    wide = "float64" if "float64" in dtypes else "float32"
+    assert (routing.weights.dtype, routing.scores.dtype) == (wide, wide)
+
+
+def test_positions_are_int32(unchecked):
+    def position(position):
+        return rank_tokens(TokenInfo(position=position), 4, Topology.from_mesh(mesh)).position
+
+    mesh, ranks = make_mesh((2,), ("expert",)), PartitionSpec("expert")
+    run = jax.shard_map(position, mesh=mesh, in_specs=ranks, out_specs=ranks)
+    assert jax.eval_shape(run, jnp.arange(8, dtype=jnp.uint8)).dtype == jnp.int32

@@ -1,5 +1,7 @@
 """`balance` without the other libraries; `ci/adoption.sh` compares with them."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,9 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import jax_moe_lb
-from jax_moe_lb import Topology, systems
+from jax_moe_lb import Experts, Topology, systems
+from jax_moe_lb.core.experts import dense_ffn
+from jax_moe_lb.integrations.blocks import BlockConfig, serve
 
 
 def mesh_of(axis_type=AxisType.Auto):
@@ -72,6 +76,18 @@ def test_a_block_is_replaced_and_keeps_its_parameters():
     np.testing.assert_array_equal(counts, stats.counts.sum((0, 1)))
     assert list(nnx.to_flat_state(nnx.state(model)).paths) == graph
     assert model.blocks[0].router is router
+
+
+@pytest.mark.slow
+def test_weights_are_as_wide_as_the_tokens(x64):
+    mesh, rng = mesh_of(), np.random.default_rng(0)
+    config = BlockConfig(mesh, Topology.from_mesh(mesh, "fsdp"), systems.plain(), record_stats=False)
+    up, down = (jnp.asarray(rng.normal(size=shape)) for shape in ((4, 8, 6), (4, 6, 8)))
+    x, weights = jnp.asarray(rng.normal(size=(8, 8))), jnp.asarray(rng.random((8, 1)))
+    ids, experts = jnp.arange(8)[:, None] % 4, Experts(up, down)
+    y = serve(SimpleNamespace(balance_config=config), x, ids, weights, experts)
+    want = weights * jnp.stack([dense_ffn(x[i], jax.tree.map(lambda w, i=i: w[i % 4], experts)) for i in range(8)])
+    np.testing.assert_allclose(y, want, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.thorough

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax_moe_lb import Precision, TopK
 from jax_moe_lb.aot.collectives import collectives
 from jax_moe_lb.aot.hlo import parse_module
-from jax_moe_lb.nn.tokens import token_layout
+from jax_moe_lb.nn.tokens import GivenTokens, token_layout
 from jax_moe_lb.routing import ForceBalanced
 from tests.layer_cases import assert_close, make_mesh
 from tests.marks import parametrize
@@ -150,3 +150,11 @@ def test_forced_balance_continues_over_groups_and_ranks():
     layer = make(mesh, router=ForceBalanced(TopK(2)))
     _, stats = nnx.jit(lambda layer, x: layer(x))(layer, jnp.ones((4, 8, WIDTH)))
     assert (stats.counts.sum(1) == 4).all()
+
+
+@pytest.mark.parametrize(("dtype", "number"), [("uint8", 256), ("int8", 300)])
+def test_there_may_be_more_documents_than_their_dtype_has_numbers(dtype, number):
+    segments = jnp.array([[0, 100], [7, 127]], dtype)
+    found, total = GivenTokens(None, None, segments, number, None, None)._numbered((2, 2))
+    assert found.tolist() == [[0, 100], [number + 7, number + 127]]
+    assert total == 2 * number

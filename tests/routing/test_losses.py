@@ -44,6 +44,13 @@ def test_sequence_loss_against_a_loop(lengths):
     assert sequence_loss(routing, 16, active) == pytest.approx(np.mean(expected), rel=1e-6)
 
 
+def test_tokens_without_a_segment_are_in_none_if_there_are_more_than_their_dtype_has_numbers():
+    """300 is 44 as int8."""
+    segments = jnp.where(iota(64) < 32, 44, -1)
+    found = (segment_loss(TopK(2)(LOGITS), jnp.ones(64, bool), segments.astype(d), 300) for d in ("int8", "int32"))
+    np.testing.assert_array_equal(*found)
+
+
 @pytest.mark.slow
 def test_the_part_of_z_in_the_sum_is_its_loss_alone():
     routing = TopK(2)(LOGITS)

@@ -91,6 +91,10 @@ def test_bias_update_moves_against_the_load():
     assert bias.tolist() == [0.5, 0, -0.5, 0]
 
 
+def test_a_rate_of_another_dtype_keeps_that_of_the_bias(x64):
+    assert updated_bias(jnp.zeros(4, jnp.float32), jnp.arange(4), np.float64(0.5)).dtype == jnp.float32
+
+
 @pytest.mark.slow
 def test_the_bias_evens_out_the_load():
     """A thousand updates on fixed logits bring the busiest expert near the mean."""
