@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from jax_moe_lb import Buffers, Cost, ExpertConfig, Losses, Precision, SharedExpert, TokenInfo, TopK, Topology
-from jax_moe_lb.balancers import EPLB, FEPLB, Exact, FasterMoE, Given, Greedy, HybridEP, RailS, UltraEP
+from jax_moe_lb.balancers import EPLB, FEPLB, Exact, FasterMoE, Given, Greedy, HybridEP, LayerCost, RailS, UltraEP
 from jax_moe_lb.collectives.peer_copy import Route
 from jax_moe_lb.contrib import EPIC, LLEP, LPLB
 from jax_moe_lb.core import Level
@@ -54,6 +54,11 @@ REFUSED = {
     "Cost.planner_s is -1.0; expected a finite number, at least 0": lambda: Cost(planner_s=-1.0),
     "Cost.planner_s is nan; expected a finite number, at least 0": lambda: Cost(planner_s=NAN),
     "Cost.round_rows is 0; expected at least 1": lambda: Cost(round_rows=0),
+    "Cost.max_rows is -1; expected at least 0": lambda: Cost(max_rows=-1),
+    "Cost.slot_copies is -1; expected at least 0": lambda: Cost(slot_copies=-1),
+    "Cost.num_copies is -1; expected at least 0": lambda: Cost(num_copies=-1),
+    "LayerCost.num_copies is -1; expected at least 0": lambda: LayerCost(-1),
+    "LayerCost.round_s is -1.0; expected a finite number, at least 0": lambda: LayerCost(1, round_s=-1.0),
     "device is 'h1000'; expected one with rates: a100": lambda: Cost(device="h1000"),
     "TopK.num_experts_per_tok is 0; expected at least 1": lambda: TopK(0),
     "TopK.capacity_factor is 0.0; expected a finite number above 0": lambda: TopK(2, capacity_factor=0.0),
@@ -74,6 +79,7 @@ REFUSED = {
     "experts.fuse_gate_up is True; expected False": lambda: ExpertConfig(4, gated=False, fuse_gate_up=True),
     "shared.hidden_dim is 0; expected an integer from 1 to": lambda: SharedExpert(0),
     "precision.param_dtype is int8; expected bfloat16": lambda: Precision(param_dtype=jnp.int8),
+    "precision.param_dtype is None; expected bfloat16": lambda: Precision(param_dtype=None),
     "precision.transfer_dtype is bfloat16; expected": lambda: Precision(transfer_dtype=jnp.bfloat16),
     "headroom is 0.0; expected a finite number above 0": lambda: Buffers(0.0),
     "chunks is 0; expected at least 1": lambda: Buffers(chunks=0),

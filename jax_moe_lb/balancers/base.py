@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.core.checks import Count, Natural, NonNegative, checked_fields
 from jax_moe_lb.core.native_planner import NativePlanner
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.plan_file import ARRAYS
@@ -52,16 +52,16 @@ class LayerCost:
         1024
     """
 
-    num_copies: int
-    expert_bytes: int | None = None
-    gradient_bytes: int | None = None
-    token_bytes: int | None = None
-    token_flops: int | None = None
-    between_s: float | None = None
-    slot_copies: int | None = None
-    max_rows: int | None = None
-    round_rows: int | None = None
-    round_s: float | None = None
+    num_copies: Natural
+    expert_bytes: Natural | None = None
+    gradient_bytes: Natural | None = None
+    token_bytes: Natural | None = None
+    token_flops: Natural | None = None
+    between_s: NonNegative | None = None
+    slot_copies: Natural | None = None
+    max_rows: Natural | None = None
+    round_rows: Count | None = None
+    round_s: NonNegative | None = None
     relays: tuple[int, int, int] | None = None
     device: str | None = None
 

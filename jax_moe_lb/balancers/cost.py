@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jax_moe_lb.balancers.base import LayerCost
-from jax_moe_lb.core.checks import Count, NonNegative, Positive, checked_fields, shown
+from jax_moe_lb.core.checks import Count, Natural, NonNegative, Positive, checked_fields, shown
 from jax_moe_lb.core.device_rates import GpuRates, device_rates, rated_devices
 from jax_moe_lb.core.plan import IntScalar, Plan, load
 from jax_moe_lb.core.topology import INT32_MAX, Level, Topology
@@ -109,9 +109,9 @@ class Cost:
     gradient_bytes: NonNegative | None = None
     overlap_s: NonNegative | None = None
     max_bytes: Positive | None = None
-    max_rows: int | None = None
-    slot_copies: int | None = None
-    num_copies: int | None = None
+    max_rows: Natural | None = None
+    slot_copies: Natural | None = None
+    num_copies: Natural | None = None
     round_rows: Count | None = None
     round_s: NonNegative | None = None
     relays: tuple[int, int, int] | None = None
@@ -283,7 +283,7 @@ def _scale(cost: Cost, topology: Topology, domain: int, most: int) -> TimeScale:
         # A rank receives at most `most` replicas, and the product must fit int32.
         min(in_copies(slot_s, token_s), MOST_COPIES // max(most, 1)),
         in_copies(cost.planner_s, token_s),
-        cost.round_rows or INT32_MAX,
+        min(cost.round_rows or INT32_MAX, INT32_MAX),
         min(in_copies(cost.round_s or 0.0, token_s), MOST_COPIES // most_rounds),
         most_rounds,
     )

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 from jax_moe_lb.balancers.cost import MOST_COPIES, Cost, TimeScale, max_load_bounds, moved_copies, received
 from jax_moe_lb.core.native_planner import alike
 from jax_moe_lb.core.plan import BoolScalar, IntScalar, Plan, load
-from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.topology import INT32_MAX, Topology
 from jax_moe_lb.core.types import AnyArray, Counts, iota, namespace
 from jax_moe_lb.planners.base import is_on_host
 
@@ -134,4 +134,5 @@ def weighing(
     scale = cost.scale(topology, plan.domain, any_number)
     worthwhile = {min(cost.worthwhile_replicas(scale), most), most} if cost.is_of_device(topology) else ()
     limits = (*(limit for limit in LIMITS if limit < most), most)
-    return Weighing(planned, limits, scale, cost.max_rows, tuple(sorted(worthwhile)))
+    max_rows = None if cost.max_rows is None else min(cost.max_rows, INT32_MAX)
+    return Weighing(planned, limits, scale, max_rows, tuple(sorted(worthwhile)))

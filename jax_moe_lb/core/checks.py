@@ -72,7 +72,11 @@ def checked_fields(cls: ClassT) -> ClassT:
         for field in fields(self):
             if not field.init:
                 continue
-            case = f"{kind.__name__}.{field.name}", getattr(self, field.name), hints.get(field.name, Any)
+            value = getattr(self, field.name)
+            if isinstance(value, np.generic):
+                # The dtype of a NumPy number would widen narrower arrays. A frozen dataclass rejects assignment.
+                object.__setattr__(self, field.name, value := value.item())
+            case = f"{kind.__name__}.{field.name}", value, hints.get(field.name, Any)
             if _is_infinite_number(*case[1:]):
                 # The class may name the range of the number, too.
                 last.append(case)
@@ -144,7 +148,8 @@ def checked_dtype(argument: str, value: Any, allowed: tuple[Any, ...], remedy: s
     names = [jnp.dtype(dtype).name for dtype in allowed]
     wanted = f"{', '.join(names[:-1])} or {names[-1]}"
     try:
-        dtype = jnp.dtype(value)
+        # NumPy reads None as float64.
+        dtype = jnp.dtype(object if value is None else value)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{argument} is {shown(value)}; expected {wanted}") from error
     if dtype.name not in names:

@@ -108,6 +108,12 @@ def test_the_time_of_many_replicas_fits_int32():
         assert load(plan).max() == max_load
 
 
+def test_more_rows_than_int32_has_are_no_bound():
+    cost = Cost(100.0, 1000.0, max_rows=2**40, round_rows=2**40, round_s=1.0)
+    assert load(rebalance(COUNTS, cost)).max() == 10
+    assert jax.eval_shape(lambda counts: rebalance(counts, cost), COUNTS).quota.shape == (4, 4)
+
+
 def test_a_declined_plan_keeps_what_another_balancer_left():
     start = Greedy().rebalance(COUNTS, plain_plan(COUNTS, TOPOLOGY, 2), TOPOLOGY, ())[0]
     assert load(start).max() == 11
