@@ -209,7 +209,7 @@ class PlannedOnHost(Balancer):
     @cached_property
     def _host(self) -> HostCallback:
         """Keep the last error of the planner."""
-        return HostCallback(lambda counts, plan, topology: self.plan_on_host(counts, plan))
+        return HostCallback(_PlannerOf(self))
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """Plan the domains separately, from the counts alone; see `Balancer.rebalance`."""
@@ -219,3 +219,12 @@ class PlannedOnHost(Balancer):
     def host_errors(self) -> tuple[HostErrors, ...]:
         """Its host callback."""
         return self._host.host_errors
+
+
+@dataclass(frozen=True)
+class _PlannerOf:
+    # Equal for equal balancers, since statistics compare it, and pickled with its balancer.
+    balancer: PlannedOnHost
+
+    def __call__(self, counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
+        return self.balancer.plan_on_host(counts, plan)

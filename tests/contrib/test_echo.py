@@ -1,5 +1,7 @@
 """ECHO's rule: tokens beyond the mean spill from the hottest experts, the largest spills into the largest rooms."""
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -37,3 +39,12 @@ def test_if_slots_abound_all_ranks_have_the_mean_and_its_remainder(domain):
         mean = loads.sum(1, keepdims=True) // domain
         assert (loads >= mean).all()
         assert (loads < mean + domain).all()
+
+
+def test_a_balancer_that_planned_equals_a_new_one_and_is_pickled():
+    """Statistics compare the planners of the host, and layers have a balancer each."""
+    used = ECHO()
+    plan_for(used, np.ones((2, 4), np.int32), 3)
+    copy = pickle.loads(pickle.dumps(used))
+    assert copy == used == ECHO()
+    assert copy.host_errors == used.host_errors == ECHO().host_errors
