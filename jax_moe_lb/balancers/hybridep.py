@@ -51,10 +51,9 @@ class HybridEP(Balancer):
 
     def no_op_reason(self, topology: Topology, num_home: int, slots: int) -> str | None:
         """Return the reason why expert domains have one rank each; `None` if they are larger."""
-        if self.domain_size not in (None, 1):
-            return None
-        sizes = _admitted(topology.ranks_per_domain, num_home, slots)
-        if self.domain_size is None and len(sizes) > 1:
+        if self.domain_size == 1:
+            return "domain_size is 1, so no expert can move"
+        if self.domain_size is not None or len(_admitted(topology.ranks_per_domain, num_home, slots)) > 1:
             return None
         divisors = [m for m in range(2, topology.ranks_per_domain + 1) if topology.ranks_per_domain % m == 0]
         if not divisors:

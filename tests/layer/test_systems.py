@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from jax_moe_lb import Buffers, Chain, Cost, System, Topology, exact, feplb, greedy, hybridep, rails, two_tier, ultraep
-from jax_moe_lb.balancers import Exact, Greedy, LayerCost, RailS, UltraEP
+from jax_moe_lb.balancers import Exact, Greedy, HybridEP, LayerCost, RailS, UltraEP
 from jax_moe_lb.core import load, plain_plan
 from jax_moe_lb.planners.exact_search import exact_in_jax
 from tests.layer_cases import make_layer, make_mesh
@@ -15,6 +15,8 @@ from tests.layer_cases import make_layer, make_mesh
         (hybridep(2), Topology.flat(8), "expert domains have one rank each; expected replica_slots of at least 8"),
         (hybridep(8), Topology.flat(8), None),
         (hybridep(8), Topology.flat(8, ranks_per_domain=1), "domains have one rank each, so no expert can move"),
+        (System(HybridEP(1), replica_slots=8), Topology.flat(8), "domain_size is 1, so no expert can move"),
+        (System(HybridEP(2), replica_slots=8), Topology.flat(8), None),
         (rails(), Topology.flat(8), "all ranks are in one node, so no row uses a rail"),
         (rails(), Topology.flat(8, ranks_per_domain=4), "rails_per_node is 1, so there is no choice of rails"),
         (greedy(0), Topology.flat(8), "replica_slots is 0"),
