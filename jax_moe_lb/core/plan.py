@@ -16,7 +16,7 @@ from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.plan_file import ARRAYS, read_arrays, write_arrays
 from jax_moe_lb.core.split import Split, kept, nearest_first, rows_of_all
 from jax_moe_lb.core.topology import Topology, check_host_counts, home_experts_per_rank
-from jax_moe_lb.core.types import AnyArray, Counts, Load, host_iota, iota, namespace, pytree
+from jax_moe_lb.core.types import AnyArray, Counts, Load, as_int32, host_iota, iota, namespace, pytree
 
 if TYPE_CHECKING:
     Scalar = Any
@@ -270,7 +270,7 @@ def replica_copies(plan: Plan, *, from_home: bool = False) -> Bool[np.ndarray, "
 
 def _senders(plan: Plan, from_home: bool = False) -> Int[AnyArray, "R P"]:
     """Return the rank from which each replica slot is copied; -1 for an empty slot."""
-    xp, replicas = namespace(plan.quota), plan.placement[:, plan.num_home :]
+    xp, replicas = namespace(plan.quota), as_int32(plan.placement[:, plan.num_home :])
     senders = replicas // plan.num_home
     if plan.relay is not None and not from_home:
         relay = plan.relay[:, plan.num_home :]
@@ -312,6 +312,7 @@ def traffic(plan: Plan, counts: Counts) -> Traffic:
         (5, 1, [0, 1])
     """
     check_array("counts", counts, (...,), jnp.integer)
+    counts = as_int32(counts)
     stay = kept(counts, plan.quota, plan.domain, plan.split).sum(dtype=np.int32)
     fan_out = (_senders(plan)[..., None] == host_iota(plan.num_ranks)[None, None]).sum((0, 1), dtype=np.int32)
     return Traffic(counts.sum(dtype=np.int32) - stay, fan_out.sum(dtype=np.int32), fan_out)
@@ -339,6 +340,7 @@ def rows_between(counts: Counts, plan: Plan) -> Int[AnyArray, "R R"]:
                [2, 0]], dtype=int32)
     """
     check_array("counts", counts, (...,), jnp.integer)
+    counts = as_int32(counts)
     if isinstance(counts, np.ndarray) and isinstance(plan.quota, np.ndarray):
         return _rows_on_host(counts, plan)
 

@@ -164,7 +164,10 @@ def nearest_first(counts: Counts, quota: Quota, rank: Rank, domain: int, split: 
     """
     num_ranks = quota.shape[1]
     check_domain(domain, num_ranks)
-    if isinstance(rank, int | np.integer) and not 0 <= rank < num_ranks:
+    if not isinstance(rank, int | np.integer):
+        # The counts and the plan may be constants of a program.
+        counts, quota = jnp.asarray(counts), jnp.asarray(quota)
+    elif not 0 <= rank < num_ranks:
         raise ValueError(f"rank is {rank}; expected 0 to {num_ranks - 1}")
 
     def row(supply: Line, demand: Line, member: Rank, rule: _Rule) -> Line:

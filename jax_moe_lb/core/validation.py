@@ -59,7 +59,8 @@ def check_plan(plan: Plan, counts: AnyArray, dynamic: AnyArray | None = None) ->
     counts = np.asarray(counts)
     check_counts(counts)
     _check_shapes(plan, counts.shape)
-    plan = jax.tree.map(np.asarray, plan)
+    # Unsigned integers have no -1.
+    plan = jax.tree.map(lambda leaf: np.asarray(leaf, np.int64), plan)
     for broken, describe in _rules(plan, counts, dynamic, np):
         if broken.any():
             raise ValueError(describe(*np.argwhere(broken)[0]))

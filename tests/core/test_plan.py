@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 
 from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Plan, Topology
-from jax_moe_lb.core import Split, check_plan, imbalance, load, nearest_first, plain_plan, straggler, traffic
+from jax_moe_lb.core import (
+    Split,
+    check_plan,
+    imbalance,
+    load,
+    nearest_first,
+    plain_plan,
+    rows_between,
+    straggler,
+    traffic,
+)
 from jax_moe_lb.core.plan import replica_copies
 from jax_moe_lb.core.split import arrivals
 from jax_moe_lb.core.validation import check_plans, fallback_to_plain
@@ -370,3 +380,24 @@ def test_an_empty_slot_with_a_relay_is_not_copied():
     plan = replace(plain_plan(counts, Topology.flat(2), 2), relay=relay)
     check_plan(plan, counts)
     assert traffic(plan, counts).fan_out.tolist() == replica_copies(plan).sum((1, 2)).tolist() == [0, 0]
+
+
+def two_ranks(counts_dtype, plan_dtype):
+    plan = Plan(np.array([[0, 1], [1, 0]], plan_dtype), np.array([[4, 4], [0, 2]], plan_dtype), domain=2)
+    return np.array([[6, 1], [2, 1]], counts_dtype), plan
+
+
+def test_plans_and_counts_may_be_unsigned(unchecked):
+    counts, plan = two_ranks(np.uint64, np.uint8)
+    check_plan(plan, counts)
+    assert rows_between(counts, plan).tolist() == [[4, 3], [0, 3]]
+    assert traffic(plan, counts).rows == 3
+    with pytest.raises(ValueError, match=r"placement of rank 0, slot 0 is 200; expected an expert below 2"):
+        check_plan(replace(plan, placement=np.full((2, 2), 200, np.uint8)), counts)
+
+
+def test_counts_of_a_device_may_meet_a_plan_of_the_host():
+    counts, plan = two_ranks(np.int32, np.int32)
+    assert rows_between(jnp.asarray(counts), plan).tolist() == rows_between(counts, plan).tolist()
+    sent = jax.jit(lambda rank: nearest_first(counts, plan.quota, rank, 2))(jnp.int32(0))
+    np.testing.assert_array_equal(sent, nearest_first(counts, plan.quota, 0, 2))
