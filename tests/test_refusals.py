@@ -380,6 +380,7 @@ REFUSED = [
     ),
     (partial(a_call, key=0), "key is 0; expected a random key"),
     (partial(a_call, key=jnp.ones(2)), "key is Array"),
+    (partial(a_call, key=jax.random.split(jax.random.key(0), 2)), "key is Array"),
     (partial(a_call, segments=jnp.ones(64), num_segments=1), "segments has dtype float32; expected integers"),
     (
         partial(a_call, experts=jnp.full((64, 2), 2**32 - 1, jnp.uint32)),
@@ -402,6 +403,7 @@ REFUSED = [
         partial(a_layer, experts=ExpertConfig(7), mesh=FSDP, rules=rules(None, "data")),
         "rules split axis 'mlp' of size 7 over ('data',); expected a multiple of 2",
     ),
+    (partial(a_layer, mesh=FSDP, rules=rules(3, None)), "rules has ('embed', 3); expected pairs of a logical"),
     (
         partial(a_layer, mesh=make_mesh((2, 2), ("data", "ep"))),
         "mesh has the axes ('data', 'ep'); expected the axis 'expert', or topology=Topology.from_mesh(mesh, 'ep') with",

@@ -84,14 +84,15 @@ def check_tokens(x: Any, shape: tuple[Any, ...], key: Any, properties: dict[str,
         if value is not None:
             of_token = ("K",) if name in ("experts", "weights") else ()
             check_array(f"{owner}{name}", value, (*x.shape[:-1], *of_token), kinds.get(name, jnp.integer))
-    # Keys of `jax.random.PRNGKey` are two integers.
-    if key is not None and not (isinstance(key, Array) and (is_key(key) or key.dtype == jnp.uint32)):
+    if key is not None and not _is_key(key):
         raise TypeError(f"key is {shown(key)}; expected a random key, such as jax.random.key(0)")
 
 
-def is_key(array: Array) -> bool:
-    """Return whether an array is a typed random key."""
-    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+def _is_key(key: Any) -> bool:
+    if not isinstance(key, Array):
+        return False
+    # Keys of `jax.random.PRNGKey` are a vector of integers.
+    return key.ndim == (0 if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else 1 if key.dtype == jnp.uint32 else -1)
 
 
 def check_arguments(

@@ -262,6 +262,8 @@ class MoE(nnx.Module):
         """
         arrays = {"mask": mask, "token_ids": token_ids, "segments": segments, "experts": experts, "weights": weights}
         check_tokens(x, (..., self.kernel.shape[0]), key, arrays)
+        # A NumPy array may have a dtype that JAX truncates.
+        x = jnp.asarray(x)
         if jax.typeof(x).sharding.mesh.empty:
             # An input without a mesh gives no sharding for the outputs: replicate it over all devices first.
             x = place(x, NamedSharding(self.mesh, PartitionSpec()), self.mesh)
@@ -432,7 +434,8 @@ def _check_rules(rules: LogicalAxisRules | None) -> None:
     if rules is None:
         return
     for rule in rules:
-        if not isinstance(rule, tuple | list) or len(rule) != 2 or not isinstance(rule[0], str):
+        is_pair = isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str)
+        if not is_pair or not isinstance(rule[1], str | tuple | list | None):
             raise TypeError(f"rules has {shown(rule)}; expected pairs of a logical axis and its mesh axes")
     if missing := sorted({"exp", "embed", "mlp"} - {name for name, _ in rules}):
         raise ValueError(f"rules is {shown(rules)}; expected a pair for each of {missing}, too")

@@ -58,7 +58,7 @@ class Parameters:
 
     def _check_sizes(self, shape: tuple[int, ...], axes: LogicalAxes) -> None:
         """Raise `ValueError` if the mesh axes of a logical axis do not divide its size."""
-        table: dict[str, Any] = dict(reversed(self.rules))
+        table: dict[str, Any] = dict(self.rules)
         for size, axis in zip(shape, axes, strict=True):
             split = table.get(axis or "") or ()
             split = (split,) if isinstance(split, str) else tuple(split)

@@ -1,3 +1,5 @@
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,3 +80,11 @@ def test_explicit_axes_may_both_split_the_sequence_in_a_scan_with_remat():
     explicit = run(AxisType.Explicit, PartitionSpec(None, names))
     auto = run(AxisType.Auto, PartitionSpec(names))
     assert_close(jax.tree.leaves(explicit), jax.tree.leaves(auto), 1e-5)
+
+
+def test_tokens_of_numpy_have_the_dtype_that_jax_gives_them(unchecked):
+    layer = make(make_mesh((2,), ("expert",)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y, _ = jax.eval_shape(lambda: layer(np.ones((4, WIDTH))))
+    assert y.dtype == jnp.float32

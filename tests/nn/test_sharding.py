@@ -143,3 +143,10 @@ def test_experts_of_a_rank_that_cannot_be_split_are_refused():
     mesh, table = make_mesh((2, 4), ("data", "expert")), rules(exp=("expert", "data"))
     with pytest.raises(ValueError, match="num_experts is 4; expected a positive multiple of the 8 ranks"):
         make_layer(mesh, "exact", (WIDTH, 4, INNER), rules=table)
+
+
+def test_the_last_of_several_rules_of_an_axis_holds():
+    """As in Flax, which places the parameters."""
+    mesh = make_mesh((2, 2), ("data", "expert"))
+    layer = make_layer(mesh, "plain", (7, 4, 3), rules=(("embed", "data"), *rules()))
+    assert layer.up[...].sharding.spec == PartitionSpec("expert", None, None)
