@@ -94,7 +94,8 @@ class System:
     def max_rounds_bound(self, topology: Topology, num_experts: int, num_copies: int) -> int:
         """Return an upper bound on the rounds of a layer, for any routing.
 
-        `exact` guarantees 1 round if all ranks form one domain with as many replica slots as home experts. Other
+        `exact` guarantees 1 round if all ranks form one domain with as many replica slots as home experts. If rates are
+        known, set `max_rounds` to 1, too: otherwise it may keep a plan of several rounds that takes less time. Other
         systems, including UltraEP, have no bound on the load: in the worst case one rank serves all tokens.
 
         Args:

@@ -430,16 +430,12 @@ def system_named(text: str) -> System:
 
 def make_system(name: str, options: dict[str, Any]) -> System:
     """Return the system of a name with options of its function; the value `None` is the default."""
-    made = _NAMED[_known(name)]
+    if name not in _NAMED:
+        raise ValueError(f"system is {shown(name)}; expected one of {NAMES}")
+    made = _NAMED[name]
     given = {option: value for option, value in options.items() if value is not None}
     taken = [option for option in OPTIONS if option in inspect.signature(made).parameters]
     for option, value in given.items():
         if option not in taken:
             raise ValueError(f"{option} is {shown(value)}; expected none, as {name} takes {', '.join(taken)} only")
     return made(**given)
-
-
-def _known(name: str) -> str:
-    if name not in _NAMED:
-        raise ValueError(f"system is {shown(name)}; expected one of {NAMES}")
-    return name
