@@ -1,6 +1,7 @@
 """Values out of range are refused when an object is made, by name and with the range."""
 
 import re
+from dataclasses import replace
 
 import jax.numpy as jnp
 import pytest
@@ -57,6 +58,7 @@ REFUSED = {
     "Cost.max_rows is -1; expected at least 0": lambda: Cost(max_rows=-1),
     "Cost.slot_copies is -1; expected at least 0": lambda: Cost(slot_copies=-1),
     "Cost.num_copies is -1; expected at least 0": lambda: Cost(num_copies=-1),
+    "min_replicas is 0; expected at least 2": lambda: Cost(relays=(0, 8, 2)),
     "LayerCost.num_copies is -1; expected at least 0": lambda: LayerCost(-1),
     "LayerCost.round_s is -1.0; expected a finite number, at least 0": lambda: LayerCost(1, round_s=-1.0),
     "device is 'h1000'; expected one with rates: a100": lambda: Cost(device="h1000"),
@@ -106,6 +108,7 @@ REFUSED = {
     "Level.bytes_per_s is 0.0; expected a finite number above 0": lambda: on_mesh(bytes_per_s=(0.0,)),
     "Level.latency_s is -1.0; expected a finite number, at least 0": lambda: on_mesh(latency_s=(-1.0,)),
     "Topology.flops_per_s is -1.0; expected a finite number above 0": lambda: on_mesh(flops_per_s=-1.0),
+    "Topology.ranks_per_process is 0; expected at least 1": lambda: replace(Topology.flat(2), ranks_per_process=0),
     "num_ranks is 0; expected at least 1": lambda: Topology.flat(0),
     "Level.name is 'rack'; expected one of": lambda: Level("rack", 2),
     "levels are ['gpu', 'node']; expected some of": lambda: Topology((Level("gpu", 2), Level("node", 2)), 2),

@@ -15,6 +15,7 @@ from jax_moe_lb.core.device_rates import GpuRates, device_rates, rated_devices
 from jax_moe_lb.core.plan import IntScalar, Plan, load
 from jax_moe_lb.core.topology import INT32_MAX, Level, Topology
 from jax_moe_lb.core.types import AnyArray, Counts, host_iota, namespace
+from jax_moe_lb.planners.relay import check_relay
 
 SIZES = ("expert_bytes", "token_flops", "token_bytes", "gradient_bytes", "overlap_s")
 """Fields of `Cost` derived from the layer."""
@@ -121,6 +122,8 @@ class Cost:
     def __post_init__(self) -> None:
         if self.device is not None and self.device not in rated_devices():
             raise ValueError(f"device is {shown(self.device)}; expected one with rates: {', '.join(rated_devices())}")
+        if self.relays is not None:
+            check_relay(*self.relays)
 
     def sized(self, facts: LayerCost) -> "Cost":
         """Return the cost with unset sizes derived from training the layer.

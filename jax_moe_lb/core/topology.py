@@ -135,7 +135,7 @@ class Topology:
     data_axes: tuple[str, ...] = ()
     tensor_axes: tuple[str, ...] = ()
     flops_per_s: Positive | None = None
-    ranks_per_process: int | None = None
+    ranks_per_process: Count | None = None
     processes: tuple[int, ...] = ()
     platform: str | None = None
     device_kind: str | None = None
