@@ -58,10 +58,9 @@ class Parameters:
 
     def _check_sizes(self, shape: tuple[int, ...], axes: LogicalAxes) -> None:
         """Raise `ValueError` if the mesh axes of a logical axis do not divide its size."""
-        table: dict[str, Any] = dict(self.rules)
+        table = dict(self.rules)
         for size, axis in zip(shape, axes, strict=True):
-            split = table.get(axis or "") or ()
-            split = (split,) if isinstance(split, str) else tuple(split)
+            split = axis_names(table.get(axis or ""))
             shards = math.prod(self.mesh.shape.get(name, 1) for name in split)
             if size % shards:
                 raise ValueError(
