@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 
 from jax_moe_lb import (
     Buffers,
@@ -77,9 +78,15 @@ def test_a_function_is_a_router_with_the_default_options():
     assert (layer.bias, layer.kernel_bias) == (None, None)
 
 
-def test_biases_that_the_router_requires_are_required():
-    topology = Topology.from_mesh(make_mesh((2,), ("expert",)))
+@pytest.mark.parametrize("name", ["selection_bias", "logit_bias"])
+def test_biases_that_the_router_requires_are_required(name):
+    mesh = make_mesh((2,), ("expert",))
+    topology, ranks = Topology.from_mesh(mesh), PartitionSpec("expert")
     params = MoEParams(jnp.zeros((6, 4)), Experts(jnp.zeros((2, 6, 2)), jnp.zeros((2, 2, 6))))
-    for name in ("selection_bias", "logit_bias"):
-        with pytest.raises(ValueError, match=rf"params.{name} is None; expected \[E\], as router.{name} is True"):
-            moe(jnp.zeros((4, 6)), params, TopK(2, **{name: True}), plain(), topology)
+
+    def one_rank(x):
+        return moe(x, params, TopK(2, **{name: True}), plain(), topology)[0]
+
+    run = jax.shard_map(one_rank, mesh=mesh, in_specs=ranks, out_specs=ranks)
+    with pytest.raises(ValueError, match=rf"params.{name} is None; expected \[E\], as router.{name} is True"):
+        jax.eval_shape(run, jnp.zeros((8, 6)))
