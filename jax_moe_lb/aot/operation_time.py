@@ -165,7 +165,7 @@ class OperationTime:
         rates, device = self.machine.rates, self.target.device
         if form.kind != "dense":
             capability = f"{device.compute_capability}.0" if isinstance(device, Gpu) else ""
-            recorded = recorded_tflops(capability, form.kind, RECORDED.get(form.kernel))
+            recorded = recorded_tflops(capability, form.kind, RECORDED.get(form.kernel), self.target.kind)
             return rates.grouped[form.kind] if recorded is None else 1e12 * recorded * self._share(one, form, i)
         speed = (rates.float32 if form.dtype in ("f32", "f64") else rates.dense) / form.passes
         if not isinstance(device, Gpu):

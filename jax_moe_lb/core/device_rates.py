@@ -186,11 +186,15 @@ def device_named(name: str) -> str | None:
 
 
 @cache
-def recorded_tflops(capability: str, kind: str, kernel: RecordedKernel | None) -> float | None:
+def recorded_tflops(
+    capability: str, kind: str, kernel: RecordedKernel | None, device: str | None = None
+) -> float | None:
     """Return the recorded rate of a kernel of grouped products in TFLOP/s; None if there is none."""
-    # `choose_backend` prefers a kernel to an earlier one by it.
-    gpus = (rates for name in rated_devices() if (rates := _merged(name)).get("capability") == capability)
-    found: dict[str, Any] = next((device.get("kernels", {"value": {}})["value"] for device in gpus), {})
+    # `choose_backend` prefers a kernel to an earlier one by it. A device without a file has the rates of the first
+    # one of its capability.
+    names = [device] if device in rated_devices() else rated_devices()
+    gpus = (rates for name in names if (rates := _merged(name)).get("capability") == capability)
+    found: dict[str, Any] = next((one.get("kernels", {"value": {}})["value"] for one in gpus), {})
     recorded = found.get(kernel or "", {}).get(kind)
     return None if recorded is None else speed(recorded) / 1e12
 
@@ -209,7 +213,14 @@ def _root(name: str) -> str:
 def _merged(name: str) -> dict[str, Any]:
     content = dict(_files()[name])
     base = content.pop("base", None)
-    return (_merged(base) if base else {}) | content
+    before = _merged(base) if base else {}
+    if "kernels" in before and "kernels" in content:
+        # A run on a device may reach some kernels, and some kinds of their products.
+        old, new = before["kernels"]["value"], content["kernels"]["value"]
+        content["kernels"] = content["kernels"] | {
+            "value": {one: old.get(one, {}) | new.get(one, {}) for one in old | new}
+        }
+    return before | content
 
 
 @cache

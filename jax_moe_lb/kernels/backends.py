@@ -19,7 +19,7 @@ from jax.extend.backend import get_default_device
 from jaxtyping import Array, Float
 
 from jax_moe_lb.core.custom_calls import call, is_built, like, why_older_jax
-from jax_moe_lb.core.device_rates import RecordedKernel, recorded_tflops
+from jax_moe_lb.core.device_rates import RecordedKernel, device_named, recorded_tflops
 from jax_moe_lb.core.manual_axes import unvarying_call, vary_alike, vary_like
 from jax_moe_lb.core.types import DType, GroupSizes, wide_dtype
 from jax_moe_lb.kernels.blocks import matmul_by_blocks, outer_by_blocks
@@ -181,8 +181,10 @@ def choose_backend(product: Product, platform: str) -> BackendChoice:
             if (reason := backend.why_not_for(product)) is None:
                 return BackendChoice(backend, "it is preferred", {})
             rejected[backend.name] = reason
-    capability = getattr(get_default_device(), "compute_capability", "")
-    rates = {one.name: rate for one in rows if (rate := recorded_tflops(capability, product.kind, one.recorded))}
+    device = get_default_device()
+    of = getattr(device, "compute_capability", ""), product.kind
+    name = device_named(getattr(device, "device_kind", ""))
+    rates = {one.name: rate for one in rows if (rate := recorded_tflops(*of, one.recorded, name))}
     unrecorded = [backend for backend in rows if backend.needs_record and backend.name not in rates]
     rows = [backend for backend in rows if backend not in unrecorded]
     recorded = iter(sorted((one for one in rows if one.name in rates), key=lambda one: -rates[one.name]))
@@ -193,7 +195,7 @@ def choose_backend(product: Product, platform: str) -> BackendChoice:
     for slower in rows[: rows.index(backend)]:
         rejected.setdefault(slower.name, f"recorded at {rates.get(slower.name, 0):.0f} TFLOP/s")
     for one in unrecorded:
-        unknown = f"no rate is recorded on {_name(get_default_device())}"
+        unknown = f"no rate is recorded on {_name(device)}"
         rejected.setdefault(one.name, one.why_not_for(product) or unknown)
     at = f", recorded at {rates[backend.name]:.0f} TFLOP/s" if backend.name in rates else ""
     return BackendChoice(backend, f"{backend.why}{at}", rejected)

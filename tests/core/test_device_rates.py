@@ -1,6 +1,7 @@
 """Every rate of a device names its basis and source, and files with mistakes are refused."""
 
 import copy
+import dataclasses
 
 import pytest
 
@@ -21,9 +22,23 @@ def test_devices_are_listed_and_read():
 
 def test_a_file_overrides_its_base():
     h100, h200, a100 = (rates.device_rates(kind, "cuda") for kind in ("h100", "h200", "a100"))
-    assert h200 == h100
+    own = rates._files()["h200"]
+    inherited = [one.name for one in dataclasses.fields(h100) if one.name not in own]
+    assert {name: getattr(h200, name) for name in inherited} == {name: getattr(h100, name) for name in inherited}
+    assert "link" in inherited
     assert (a100.network, h100.network) == (25e9, 50e9)
     assert a100.nccl_update == h100.nccl_update
+
+
+def test_a_device_has_its_own_rates_of_kernels_over_those_of_its_base(monkeypatch):
+    files = copy.deepcopy(rates._files())
+    own = {"value": {"Hopper": {"product": "700 TFLOP/s"}, "Triton": {"product": "600 TFLOP/s"}}}
+    files["h200"]["kernels"] = own | {"basis": "measured", "source": "x"}
+    monkeypatch.setattr(rates, "_files", lambda: files)
+    tflops = rates.recorded_tflops.__wrapped__
+    assert [tflops("9.0", "product", "Hopper", one) for one in ("h200", "h100", None)] == [700.0, None, None]
+    assert [tflops("9.0", "product", "Triton", one) for one in ("h200", "h100")] == [600.0, 584.0]
+    assert tflops("9.0", "outer", "Triton", "h200") == 564.0
 
 
 @pytest.fixture
