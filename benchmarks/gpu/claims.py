@@ -21,7 +21,7 @@ from benchmarks.gpu import (
     training,
 )
 from benchmarks.gpu.findings import Check, Claim
-from jax_moe_lb.kernels.backends import BACKENDS
+from jax_moe_lb.kernels.backends import BACKENDS, Backend
 from jax_moe_lb.layer.systems import system_names
 
 CALLS, GPU, LAYER, STEPS = "docs/custom_calls.md", "docs/how-to/gpu.md", "docs/pipeline.md", "docs/results/timeline.md"
@@ -40,9 +40,13 @@ def _layers(start: str, where: str, devices: int | None) -> Iterable[tuple[str, 
 
 def _products() -> Iterable[tuple[str, str, Check]]:
     for backend in (one for one in BACKENDS if one.platform in ("cuda", None)):
-        name = re.split(r"[^a-z]", backend.name.lower())[0]
         text = f"Products of the backend {backend.name} equal those by blocks of rows, in repeated calls bitwise"
-        yield f"products-{name}", text, products.values_equal(backend.name)
+        yield claim_of_products(backend), text, products.values_equal(backend.name)
+
+
+def claim_of_products(backend: Backend) -> str:
+    """Return the name of the claim about the values of a backend's products."""
+    return f"products-{re.split(r'[^a-z]', backend.name.lower())[0]}"
 
 
 def _ranks() -> Iterable[tuple[str, str, Check]]:

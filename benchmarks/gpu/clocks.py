@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.gpu.findings import Finding, Scale
-from benchmarks.gpu.kit import Program, compile_all, in_words
+from benchmarks.gpu.kit import Program, compile_all, compiled_one, in_words
 from benchmarks.render.results import Table, Value
 
 QUERY = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
@@ -137,10 +137,8 @@ def rates(scale: Scale) -> Finding:
             for name, probe in wanted.items():
                 clocks.start()
                 try:
-                    for program in (compiled["arrays", name], compiled["run", name]):
-                        if isinstance(program, Exception):
-                            raise program
-                    seconds = call_seconds(partial(compiled["run", name], *compiled["arrays", name]()))
+                    arrays, run = (compiled_one(compiled, (what, name)) for what in ("arrays", "run"))
+                    seconds = call_seconds(partial(run, *arrays()))
                 except Exception as error:  # the others are measured
                     rows.append([f"{name}: {in_words(error)}", probe.unit, None, None, *clocks.medians()])
                     continue

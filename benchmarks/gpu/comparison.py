@@ -9,7 +9,7 @@ systems take turns, so that the clocks of the GPU are equal for all.
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
@@ -42,7 +42,7 @@ SKEWS: tuple[float | str, ...] = (4.0, EVEN, 1.2, 1.05, 2.0, 1.5, 1.1, 1.35, 3.0
 BATCHES, BATCH_MS, MOST_CALLS = 5, 40.0, 8
 """Timed batches, least milliseconds of one, and most calls in it."""
 
-LAYER_S = 30.0
+LAYER_S = 20.0
 """Seconds of a layer after which no further skew is measured: all layers share the limit of their part."""
 
 FLOP_PER_WEIGHT = 18
@@ -288,9 +288,12 @@ class Programs:
                 self._run_first(name, first[name])
 
     def compiled_bytes(self, name: str) -> int:
-        """Return the bytes of temporaries and results."""
-        memory: Any = self.compiled[name].memory_analysis()
-        return int(memory.temp_size_in_bytes + memory.output_size_in_bytes)
+        """Return the bytes of temporaries and results; 0 if the program does not report them."""
+        # Loaded programs report them on CPUs.
+        with suppress(AttributeError, NotImplementedError, jax.errors.JaxRuntimeError):
+            memory: Any = self.compiled[name].memory_analysis()
+            return int(memory.temp_size_in_bytes + memory.output_size_in_bytes)
+        return 0
 
     def _run_first(self, name: str, inputs: RankInputs) -> None:
         def stats() -> dict[str, int]:
@@ -429,11 +432,12 @@ def _row(
     layer, programs, served = ready.layer, ready.programs, ready.served[name, skew]
     # The slowest of the ranks.
     took = max((one for (system, _), one in times.items() if system == name), default=(None,) * 4)
-    compiled = programs.compiled_bytes(name) / 1e9 if name in programs.compiled else None
+    compiled_bytes = programs.compiled_bytes(name) if name in programs.compiled else 0
     replicas = int((served.plan.placement[:, served.plan.num_home :] >= 0).sum())
     shown = skew if isinstance(skew, str) else f"{skew:g}"
     loads = busiest_of(ready, name, skew) / layer.copies, rounds_of(ready, name, skew), replicas
-    memory, drops = (programs.peak_gb.get(name), compiled), (served.dropped, served.hurt)
+    compiled_gb = compiled_bytes / 1e9 if compiled_bytes else None
+    memory, drops = (programs.peak_gb.get(name), compiled_gb), (served.dropped, served.hurt)
     return [shown, name, *loads, *took, layer.floor_ms, *memory, *drops, reason]
 
 

@@ -6,15 +6,20 @@
 import argparse
 import csv
 import io
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks.gpu.findings import Check, Finding, Scale
 from benchmarks.gpu.kit import compile_all
+from benchmarks.gpu.once import EndedBefore, marked
+from benchmarks.gpu.products import work_of
 from benchmarks.gpu.tiles import DENSE, MODELS, OPERANDS, TABLE, TINY, Model, group_sizes, loads, model_programs
 from benchmarks.render.results import Table, Value
 from jax_moe_lb.kernels.operands import RowGroups
@@ -31,7 +36,9 @@ METRICS = {
 }
 """Metrics of Nsight Compute; an unknown one is absent from its report."""
 
-LIMIT_S = 55.0
+LIMIT_S, CALLS_S = 46.0, 25.0
+"""Limit of Nsight Compute, which reports at its end, and seconds after which the profiled process calls no product."""
+
 KERNELS = "regex:product|outer|gmm|matmul|mosaic"
 """Names of kernels of grouped products."""
 
@@ -46,12 +53,14 @@ def run_products(model: Model) -> list[str]:
         for key, one in programs.items()
         if key[1] == OPERANDS or (key[1] != DENSE and getattr(key[1], "tiles", "") == TABLE)
     }
-    compiled, called = compile_all(wanted), []
+    compiled, called, end = compile_all(wanted), [], time.monotonic() + CALLS_S
     for case in dict.fromkeys(key[0] for key in wanted):
         left, right = compiled[case, OPERANDS](jax.random.key(1))
         sizes = jnp.asarray(group_sizes(loads(model)[0], case.product.all_groups, model.slots))
         for (of, kernel), program in compiled.items():
-            if of == case and kernel != OPERANDS and not isinstance(program, Exception):
+            if of != case or kernel == OPERANDS or isinstance(program, Exception) or time.monotonic() > end:
+                continue
+            with suppress(EndedBefore), marked(work_of(case.product.kind, kernel.backend.name)):
                 jax.block_until_ready(program(left, right, RowGroups(sizes)))
                 called.append(f"{case}, {kernel}")
     return called
@@ -83,8 +92,12 @@ def counters(name: str) -> Check:
             return Finding(None, "not in a dry run, except for the profiled process")
         command = ["ncu", "--csv", "--clock-control", "none", "--target-processes", "all"]
         command += ["--kernel-name", KERNELS, "--metrics", ",".join(METRICS), *profiled]
+        # Nsight Compute saves and restores the arrays of a kernel, at worst with the whole allocation around them.
+        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         try:
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+            ended = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+            )
         except (OSError, subprocess.TimeoutExpired) as error:
             return Finding(None, f"ncu does not run: {error}"[:200])
         rows = read_counters(ended.stdout)

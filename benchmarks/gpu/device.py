@@ -21,8 +21,8 @@ def gpu_kind() -> str | None:
 
 def kind_in(text: str) -> str | None:
     """Return the name of the GPU in a text, as in `aot.targets.GPUS`; `None` if there is none."""
-    # The longest name first: a GB200 is no B200.
-    return next((name for name in sorted(GPUS, key=len, reverse=True) if name in text.lower()), None)
+    # Whole words: a GB200 is no B200, and a GH200 no H200.
+    return next((word for word in re.findall(r"[a-z0-9]+", text.lower()) if word in GPUS), None)
 
 
 def kernel_seconds(run: Callable[[], object], calls: int) -> dict[str, list[float]]:

@@ -8,6 +8,7 @@ import hashlib
 import os
 import pickle
 import re
+import shutil
 import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +22,20 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 from jax.stages import Compiled, Lowered, Wrapped
 
 from benchmarks.gpu.device import gpu_kind
+from benchmarks.gpu.once import marked
+from jax_moe_lb.core import custom_calls
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "gpu-kit" / "programs"
 UNUSABLE = FOLDER.with_name("programs-that-do-not-load")
 """Name of the folder after a failed first load, so that no later check loads programs."""
 
-SOURCES = ("jax_moe_lb", "benchmarks/gpu")
+COMPILED = FOLDER.with_name("compiled")
+"""Folder of compiled programs by the text before compilation, which changes of other code leave; not to be copied."""
+
+PROGRAMS = ("comparison", "kit", "one_rank", "products", "tiles")
+SOURCES = ("jax_moe_lb/**/*.py", "jax_moe_lb/**/*.toml", *(f"benchmarks/gpu/{name}.py" for name in PROGRAMS))
+"""Files that decide a program: kernels are chosen by the rates of the device."""
 
 
 class AheadProgram(Protocol):
@@ -75,7 +83,7 @@ Programs = dict[tuple[Any, ...], Program]
 def fingerprint() -> str:
     """Return a hash of the sources and the version of JAX: other programs do not load, or have other values."""
     found = hashlib.sha256(jax.__version__.encode())
-    for path in sorted(path for source in SOURCES for path in (ROOT / source).rglob("*.py")):
+    for path in sorted(path for source in SOURCES for path in ROOT.glob(source)):
         found.update(path.read_bytes())
     return found.hexdigest()[:12]
 
@@ -104,9 +112,12 @@ def load(name: str) -> Compiled | None:
     if not path.exists():
         return None
     try:
-        # Only files of this folder are read; `make gpu-kit` writes them.
-        stored = pickle.loads(zlib.decompress(path.read_bytes()))
-        return deserialize_and_load(*stored, execution_devices=jax.devices()[:1])
+        # Tracing registers custom calls, too, but a loaded program is not traced.
+        custom_calls.register()
+        with marked(f"load {path.name}"):
+            # Only files of this folder are read; `make gpu-kit` writes them.
+            stored = pickle.loads(zlib.decompress(path.read_bytes()))
+            return deserialize_and_load(*stored, execution_devices=jax.devices()[:1])
     except Exception as error:  # it is compiled instead
         print(f"{name} does not load: {in_words(error)}", file=sys.stderr, flush=True)
         return None
@@ -140,6 +151,13 @@ def compile_all(given: Mapping[tuple[Any, ...], AheadProgram]) -> dict[Any, Any]
         return dict(zip(given, pool.map(attempt, given), strict=True))
 
 
+def compiled_one(compiled: Mapping[tuple[Any, ...], Any], key: tuple[Any, ...]) -> Compiled:
+    """Return a program of `compile_all`, or raise its exception."""
+    if isinstance(found := compiled[key], Exception):
+        raise found
+    return found
+
+
 def build(
     programs: Mapping[str, AheadProgram], kind: str | None, device: jax.Device | None, threads: int
 ) -> dict[str, str]:
@@ -151,13 +169,34 @@ def build(
                 return "stored before"
             program = programs[name]
             # Tracing holds Python's lock; only XLA runs beside it.
-            compiled = program.lower(device).compile(program.options(device))
-            return f"{store(name, compiled, kind) / 1e6:.2f} MB"
+            traced, options = program.lower(device), program.options(device)
+            same = COMPILED / _digest(kind, traced, options)
+            if kind is None or not same.exists():
+                nbytes = store(name, traced.compile(options), kind)
+                if kind is not None:
+                    COMPILED.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(path_of(name, kind), same)
+                return f"{nbytes / 1e6:.2f} MB"
+            path_of(name, kind).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(same, path_of(name, kind))
+            return "compiled before"
         except Exception as error:  # the machine compiles it
             return f"failed: {in_words(error)}"
 
     with ThreadPoolExecutor(threads) as pool:
         return dict(zip(programs, pool.map(one, programs), strict=True))
+
+
+def _digest(kind: str | None, traced: Lowered, options: Mapping[str, Any]) -> str:
+    text = "\n".join([jax.__version__, str(kind), str(sorted(options.items())), traced.as_text()])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def remove_others(kind: str) -> None:
+    """Remove the stored programs of a GPU for other sources."""
+    for path in FOLDER.glob(f"{kind}-*"):
+        if path.name != f"{kind}-{fingerprint()}":
+            shutil.rmtree(path)
 
 
 def disable() -> None:

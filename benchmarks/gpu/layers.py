@@ -1,18 +1,23 @@
 """Checks of layers: outputs and gradients of every system equal those of a dense layer."""
 
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
+from jax.stages import Compiled
 
 from benchmarks.gpu.findings import Check, Finding, Scale
 from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import TopK, Topology
 from jax_moe_lb.aot import compiler_options
-from jax_moe_lb.layer.systems import system_named
+from jax_moe_lb.layer.systems import system_named, system_names
 from tests.layer_cases import Case, assert_close, dense_with_gradients, sharded_moe, with_gradients
+
+THREADS = 6
+"""Systems whose layers compile at once, beginning with the one that is checked."""
 
 DRY = {("exact", 1), ("feplb", None)}
 """Cases of a dry run: `Direct` on one device, and `TwoPhase` on several."""
@@ -38,25 +43,44 @@ def layer_equals_dense(name: str, devices: int | None) -> Check:
         # Widths of the kernels for bfloat16.
         if not scale.dry:
             cases.append((Case(num_tokens=1024, features=240, mlp_dim=256), "bfloat16", 4e-2))
+        names = list(system_names())
+        for other in [name] if scale.dry else names[names.index(name) :][:THREADS]:
+            for case, dtype, _ in cases:
+                _compiling(other, number, case, dtype)
         for case, dtype, relative in cases:
-            # Products of float32 would have the precision of TF32.
-            with jax.default_matmul_precision("highest"):
-                _compare(name, number, case, dtype, relative, workloads=scale.of(len(WORKLOADS), 2))
+            layer = _compiling(name, number, case, dtype).result()
+            _compare(layer, number, case, dtype, relative, workloads=scale.of(len(WORKLOADS), 2))
         return Finding(True, f"{number} devices, {', '.join(dtype for _, dtype, _ in cases)}")
 
     return check
 
 
-def _compare(name: str, num_devices: int, case: Case, dtype: str, relative: float, workloads: int) -> None:
-    mesh, topology = mesh_of(num_devices)
-    kernel, experts = case.params(dtype)
-    run = with_gradients(sharded_moe(mesh, topology, system_named(name)), checked=False)
-    layer = jax.jit(run, compiler_options=compiler_options(mesh)) if jax.default_backend() == "gpu" else run
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(THREADS)
+
+
+@cache
+def _compiling(name: str, num_devices: int, case: Case, dtype: str) -> Future[Compiled]:
+    """Start to compile a layer with its gradients, once."""
+
+    def compiled() -> Compiled:
+        mesh, topology = mesh_of(num_devices)
+        run = with_gradients(sharded_moe(mesh, topology, system_named(name)), checked=False)
+        options = compiler_options(mesh) if jax.default_backend() == "gpu" else None
+        # Products of float32 would have the precision of TF32.
+        with jax.default_matmul_precision("highest"):
+            return run.lower(*case.arguments(WORKLOADS[0], num_devices, dtype)).compile(options)
+
+    return _threads().submit(compiled)
+
+
+def _compare(layer: Compiled, num_devices: int, case: Case, dtype: str, relative: float, workloads: int) -> None:
     for workload in WORKLOADS[:workloads]:
-        x, mask = case.tokens(workload, num_devices, dtype)
-        target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), "float32")
-        (y, stats), gradients = layer(x, mask, kernel, experts, target)
-        (want, _), want_gradients = dense_with_gradients(TopK(2))(x, mask, kernel, experts, target)
+        arguments = case.arguments(workload, num_devices, dtype)
+        (y, stats), gradients = layer(*arguments)
+        with jax.default_matmul_precision("highest"):
+            (want, _), want_gradients = dense_with_gradients(TopK(2))(*arguments)
         assert_close((y, gradients), (want, want_gradients), relative)
         served: Any = int(stats.load_after.sum())
-        assert served == 2 * int(mask.sum()), f"{workload.name}: {served} copies served"
+        assert served == 2 * int(arguments[1].sum()), f"{workload.name}: {served} copies served"

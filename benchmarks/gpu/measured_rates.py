@@ -1,6 +1,6 @@
-"""Rates of an H100 from the tables of its run, as `core/devices/h100.toml` holds them.
+"""Rates of a GPU from the tables of its run, as the file of the device in `core/devices` holds them.
 
-`python -m benchmarks.gpu.measured_rates` prints them. A test compares both after each run on the device.
+`python -m benchmarks.gpu.measured_rates` prints those of an H100. A test compares both after each run on a device.
 """
 
 import json
@@ -17,6 +17,7 @@ from benchmarks.gpu.rank_kernels import FLOOR, OTHER, SMALL, WHOLE, WITH_GRAPHS
 from benchmarks.gpu.tiles import MODELS
 from benchmarks.render.results import load
 from jax_moe_lb.aot.targets import GPUS
+from jax_moe_lb.kernels.backends import KINDS
 from jax_moe_lb.sim.hbm import HIDDEN_ARRAYS
 
 RESULTS = Path(__file__).parents[1] / "results" / "gpu.json"
@@ -46,19 +47,21 @@ def tables(path: Path = RESULTS) -> Mapping[str, list[dict[str, Any]]]:
     return {name: table.dicts() for name, table in load(path).items()}
 
 
-def measured(run: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
+def measured(run: Mapping[str, list[dict[str, Any]]], gpu: str = "h100") -> dict[str, Any]:
     """Return the rates of a run by their names in the file of the device, without those of tables that it lacks."""
     rates = {
         "dense": lambda: 1e12 * statistics.median(row["dense, cuBLAS"] for row in run["products"]),
-        "grouped": lambda: {kind: 1e12 * rate for kind, rate in by_kind(run["products"]).items()},
-        "experts": lambda: experts(run["products"], memory_share(run["timeline"])),
+        # The file of a device has all kinds, or none.
+        "grouped": lambda: {kind: 1e12 * by_kind(run["products"])[kind] for kind in KINDS},
+        "experts": lambda: experts(run["products"], memory_share(run["timeline"]), GPUS[gpu].bytes_per_s),
         "memory_share": lambda: memory_share(run["timeline"]),
         "planner_kernel": lambda: planner_kernel(run["planner-time"]),
         "small_operations": lambda: small_operations(run),
     }
     found: dict[str, Any] = {}
     for name, rate in rates.items():
-        with suppress(KeyError):
+        # A short run lacks tables, rows or cells.
+        with suppress(ArithmeticError, LookupError, StopIteration, TypeError, ValueError):
             found[name] = rate()
     return found
 
@@ -75,13 +78,13 @@ def memory_share(operations: list[dict[str, Any]]) -> float:
     return sum(row["estimated us"] for row in bound) / sum(row["us"] for row in bound)
 
 
-def experts(products: list[dict[str, Any]], share: float) -> dict[int, float]:
+def experts(products: list[dict[str, Any]], share: float, bytes_per_s: float) -> dict[int, float]:
     """Return the rate of experts by the rows of one, forward and backward: products, and activations between them."""
     found = defaultdict(list)
     for name in {row["model"] for row in products}:
         model, rows = MODELS[name], [row for row in products if row["model"] == name]
         seconds = sum(PRODUCTS[row["product"], row["kind"]] / (1e12 * row["default"]) for row in rows)
-        seconds += HIDDEN_ARRAYS / (model.hidden * share * GPUS["h100"].bytes_per_s)
+        seconds += HIDDEN_ARRAYS / (model.hidden * share * bytes_per_s)
         # Earlier tables have equal rows for all groups, and no column for them.
         of_expert = rows[0].get(EXPERT_ROWS) or round(rows[0]["rows"] / model.groups)
         found[of_expert].append(UNITS / seconds)

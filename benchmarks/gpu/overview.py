@@ -1,6 +1,8 @@
 """Short tables for documents, from those of the parts."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.gpu.rank_kernels import HIGHEST
@@ -18,7 +20,8 @@ PRODUCTS = {
 
 EXPERT_ROWS = "rows of an expert"
 
-MOST_OPERATIONS = 30
+MOST_OPERATIONS, MOST_KERNELS = 30, 6
+"""Operations of the timeline, and kernels of a system at a skew, the slowest."""
 
 
 def overview(tables: Mapping[str, Table]) -> dict[str, Table]:
@@ -26,6 +29,7 @@ def overview(tables: Mapping[str, Table]) -> dict[str, Table]:
     grouped = {name: table for name, table in tables.items() if name.startswith("fastest-")}
     kernels = {name: table for name, table in tables.items() if name.startswith("rank-kernels-")}
     found = {name: table for name, table in tables.items() if name not in grouped}
+    found |= {name: _slowest(table) for name, table in kernels.items()}
     if "timeline" in found:
         found["timeline"] = Table(found["timeline"].columns, found["timeline"].rows[:MOST_OPERATIONS])
     if grouped:
@@ -63,6 +67,16 @@ def _rows_of_an_expert(name: Any, product: Any, kind: Any, rows: Any) -> int:
     """Return the rows of each home expert; slots of replicas are empty."""
     model = MODELS[name]
     return round(rows / (model.groups - model.slots))
+
+
+def _slowest(table: Table) -> Table:
+    """Return the slowest kernels of each system at each skew, and its whole calls, whose kernel is empty."""
+    at, rows, numbers = list(table.columns).index("kernel"), list[Sequence[Value]](), Counter[tuple[Value, ...]]()
+    for row in table.rows:
+        numbers[tuple(row[:2])] += row[at] != ""
+        if row[at] == "" or numbers[tuple(row[:2])] <= MOST_KERNELS:
+            rows.append(row)
+    return replace(table, rows=rows)
 
 
 def parts(tables: Mapping[str, Table]) -> Table:

@@ -8,6 +8,7 @@ import argparse
 import os
 import time
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -36,8 +37,8 @@ def wanted_of(rng: np.random.Generator, number: int) -> np.ndarray:
     return np.where(rng.random(wanted.shape) < 0.2, -1, wanted).astype(np.int32)
 
 
-def run(number: int, process: int, width: int, calls: int, timeout_s: float) -> str:
-    """Copy in all processes, and compare; return the numbers."""
+def run(number: int, process: int, width: int, calls: int, timeout_s: float, copied: Path | None) -> str:
+    """Copy in all processes, and compare; return the numbers. Write a file of this process after the first copy."""
     mesh = Mesh(np.array(jax.devices()), ("expert",), axis_types=(AxisType.Auto,))
     processes, on_gpus = tuple(range(number)), jax.default_backend() == "gpu"
     if on_gpus and not can_copy(processes, number):
@@ -62,6 +63,8 @@ def run(number: int, process: int, width: int, calls: int, timeout_s: float) -> 
         seconds.append(time.perf_counter() - begin)
         flat = wanted[process]
         np.testing.assert_array_equal(mine, np.where((flat >= 0)[:, None, None], weights[np.maximum(flat, 0)], 0))
+        if copied is not None:
+            copied.joinpath(str(process)).touch()
     text = str(program.lower(home, place(mesh, everywhere, wanted), x).as_text())
     how = "copy engines" if "moe_lb_copy_start" in text else "collectives of XLA"
     return f"{calls} calls by {how}, median {np.median(seconds) * 1e3:.2f} ms"
@@ -72,6 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("number", "process", "port", "width", "calls", "timeout-s"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--copied", type=Path, metavar="FOLDER", help="folder for files of processes that copied")
     parser.add_argument("--platform", choices=("cpu", "cuda"), required=True)
     given = parser.parse_args()
     jax.config.update("jax_platforms", given.platform)
@@ -81,7 +85,7 @@ def main() -> None:
     # All processes share the first GPU.
     jax.distributed.initialize(address, given.number, given.process, local_device_ids=[0])
     try:
-        print(run(given.number, given.process, given.width, given.calls, given.timeout_s), flush=True)
+        print(run(given.number, given.process, given.width, given.calls, given.timeout_s, given.copied), flush=True)
     except jax.errors.JaxRuntimeError as error:
         print(error, flush=True)
         # An exit would wait minutes for the other processes, of which one may have ended.

@@ -1,7 +1,8 @@
 """Check claims of one part at a time in processes of its own, and keep the outcomes in a file of the part.
 
-A check that raises, or that ends its process, makes its claim false; the next one starts in a new process. Claims that
-are true or false are not checked again by a later run; the others are.
+A check that raises, or that ends its process, makes its claim false; the next one starts in a new process. If it left
+a mark of `once`, it is checked once more, without the marked work. Claims that are true or false are not checked again
+by a later run; the others are.
 """
 
 import os
@@ -14,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.gpu import once
 from benchmarks.gpu.claims import PARTS
 from benchmarks.gpu.findings import DRY_RUN_FAILED, FALSE, NOT_REACHED, TRUE, Row, now, read_rows, write_row
 from benchmarks.gpu.worker import RUNNING
@@ -25,8 +27,8 @@ LIMIT_S = 480.0
 MEMORY_FRACTION = 0.45
 """Share of the GPU's memory for the process of a part, which starts others beside it."""
 
-MEMORY_FRACTIONS = {"comparison": 0.9, "steps": 0.8, "products": 0.7}
-"""Shares of parts that start no other processes, or small ones."""
+MEMORY_FRACTIONS = {"comparison": 0.9, "steps": 0.8, "products": 0.7, "counters": 0.1, "training": 0.05}
+"""Shares of parts that start no other processes or small ones, and of those that use none themselves."""
 
 
 def start(arguments: list[str], limit_s: float) -> int | None:
@@ -51,19 +53,24 @@ def run_part(part: str, names: list[str], path: Path, *, dry_run: bool, limit_s:
     run, deadline = now(), time.monotonic() + limit_s
     options = ["--run", run, *(["--dry-run"] if dry_run else [])]
     while names:
+        marks = once.marks()
         status = start([part, str(path), *names, *options], max(deadline - time.monotonic(), 0.0))
-        rows = read_rows(path)
+        rows, is_marked = read_rows(path), bool(once.marks() - marks)
         if status is None:
             reason = f"the part reached its limit of {limit_s:.0f} s"
             write_ends(path, [name for name in names if not is_complete(rows.get(name), run)], run, reason)
             return
-        left = [name for name in names if name not in rows or rows[name].run != run]
+        left = [
+            name
+            for name in names
+            if name not in rows or rows[name].run != run or (is_marked and rows[name].found == RUNNING)
+        ]
         for row in rows.values():
-            if row.run == run and row.found == RUNNING:
+            if row.run == run and row.found == RUNNING and row.claim not in left:
                 why = f"the check ended its process with status {status}"
                 failed = replace(row, outcome=NOT_REACHED, found=f"{DRY_RUN_FAILED}{why}")
                 write_row(path, failed if dry_run else replace(row, outcome=FALSE, found=why))
-        if left == names:
+        if left == names and not is_marked:
             write_ends(path, names, run, f"{DRY_RUN_FAILED}the process of the part ended with status {status}")
             return
         names = left

@@ -6,8 +6,8 @@
     python -m benchmarks.gpu.session --dry-run               # all checks and `written`, tiny, on CPUs
 
 `claims.py` lists the claims. Each part runs for at most 8 minutes; the end writes all outcomes into
-`benchmarks/results/gpu.json` for the documents. On a machine that has its GPU for fifteen minutes, two commands with
-limits run the most valuable checks first:
+`benchmarks/results/gpu.json` for the documents, or `gpu_KIND.json` if that is of another GPU. On a machine that has its
+GPU for fifteen minutes, two commands with limits run the most valuable checks first:
 
     make gpu-kit                                             # before, on any machine
     python -m benchmarks.gpu.session first --out FOLDER      # at most 8 minutes
@@ -30,8 +30,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 
-from benchmarks.gpu import kit, runner, written
+from benchmarks.gpu import kit, once, runner, written
 from benchmarks.gpu.claims import PARTS
 from benchmarks.gpu.comparison import LAYERS
 from benchmarks.gpu.findings import CLAIMS, DRY_RUN_FAILED, FALSE, NOT_REACHED, TRUE, read_rows
@@ -55,6 +56,8 @@ class Item:
     part: str
     limit_s: float
     takes: Callable[[str], bool] = lambda name: True
+    beside: bool = False
+    """Whether it runs beside the next item, in the time of that one: for checks without times."""
 
     def claims(self) -> list[str]:
         """Return the names of the checks."""
@@ -79,15 +82,15 @@ SESSIONS = {
         Item("counters", 60),
     ),
     "second": (
-        Item("values", 55, starting("layer-")),
+        Item("training", 75, beside=True),
+        Item("values", 75, starting("layer-")),
         Item("kernels", 30),
-        Item("steps", 50, starting("step-")),
-        Item("compiled", 20, starting("temporaries")),
-        Item("copies", 60, starting("ended-process")),
-        Item("training", 25),
+        Item("steps", 65, starting("step-")),
+        Item("compiled", 40, starting("temporaries", "timeline")),
+        Item("copies", 30, starting("ended-process")),
     ),
 }
-"""Checks of both commands, the most valuable first."""
+"""Checks of both commands, the most valuable first. Time that one does not need is left to those after it."""
 
 ALL, REST = "all", "rest"
 """Names of all checks, and of those of neither command in a dry run."""
@@ -138,6 +141,7 @@ def items_of(name: str, parts: Sequence[str]) -> list[Item]:
 def run(name: str, folder: Path, parts: Sequence[str], again: list[str], *, dry_run: bool) -> bool:
     """Run the checks of a command, and return whether a check failed for its own fault in a dry run."""
     items = items_of(name, parts)
+    once.forget()
     if name == REST or not any(item.part == STEPS_OF_RANKS for item in items):
         return _run_items(items, folder, None, again, dry_run=dry_run)
     with compiling(dry_run=dry_run) as wait:
@@ -147,36 +151,50 @@ def run(name: str, folder: Path, parts: Sequence[str], again: list[str], *, dry_
 def _run_items(
     items: Sequence[Item], folder: Path, wait: Callable[[], None] | None, again: list[str], *, dry_run: bool
 ) -> bool:
-    failed = False
-    for item in items:
-        if wait is not None and item.part == STEPS_OF_RANKS:
-            wait()
+    failed, beside, end = list[bool](), list[Thread](), time.monotonic()
+
+    def attempt(item: Item, limit_s: float) -> None:
         try:
-            failed |= _run_item(item, folder / f"{item.part}.json", again, dry_run=dry_run)
+            failed.append(_run_item(item, folder / f"{item.part}.json", again, limit_s, dry_run=dry_run))
         except Exception:  # the other parts have little time, too
             traceback.print_exc()
-            failed = True
-    return failed
+            failed.append(True)
+
+    for item in items:
+        if wait is not None and item.part == STEPS_OF_RANKS:
+            end += WAIT_S
+            wait()
+        end += 0.0 if item.beside else item.limit_s
+        limit_s = DRY_RUN_LIMIT_S if dry_run else end - time.monotonic() + (item.limit_s if item.beside else 0.0)
+        if item.beside:
+            beside.append(Thread(target=attempt, args=(item, limit_s)))
+            beside[-1].start()
+            continue
+        attempt(item, limit_s)
+        while beside:
+            beside.pop().join()
+    return any(failed)
 
 
-def _run_item(item: Item, path: Path, again: list[str], *, dry_run: bool) -> bool:
+def _run_item(item: Item, path: Path, again: list[str], limit_s: float, *, dry_run: bool) -> bool:
     todo = set(runner.remaining(item.part, path, again))
     names, begin = [one for one in item.claims() if one in todo], time.monotonic()
-    limit_s = DRY_RUN_LIMIT_S if dry_run else item.limit_s
     runner.run_part(item.part, names, path, dry_run=dry_run, limit_s=limit_s)
     rows = [row for row in read_rows(path).values() if row.claim in names]
     print(f"{item.part}: {len(rows)} claims in {time.monotonic() - begin:.0f} s", flush=True)
-    if item.part == "kit" and any(row.outcome == FALSE for row in rows):
+    # A load raised, ended its process, or did not end.
+    if item.part == "kit" and (once.marks() or any(row.outcome == FALSE for row in rows)):
         kit.disable()
     return any(row.found.startswith(DRY_RUN_FAILED) for row in rows)
 
 
 def collect(folder: Path, out: Path) -> None:
     """Write the outcomes of all claims, and all their tables, into one file for the documents."""
-    paths = [path for part in PARTS if (path := folder / f"{part}.json").exists()]
+    paths = written.files_of([folder])
     tables = {name: table for path in paths for name, table in load(path).items() if name != CLAIMS}
-    device = next(row.device for path in paths for row in read_rows(path).values() if row.device)
-    save({CLAIMS: runner.summary(folder)[0], **overview(tables)}, out, device)
+    kind = written.kind_of([folder])
+    made = written.made_by([folder], kind)
+    save({CLAIMS: runner.summary(folder)[0], **overview(tables)}, written.file_of(kind, out), **made)
 
 
 def print_summary(folder: Path) -> int:
@@ -217,8 +235,11 @@ def main() -> None:
         sys.exit(dry_run(given.parts))
     failed = run(given.session, given.out, given.parts, given.again, dry_run=False)
     if given.session == ALL:
-        collect(given.out, given.out.with_suffix(".json"))
         failed |= print_summary(given.out) > 0
+        try:
+            collect(given.out, given.out.with_suffix(".json"))
+        except ValueError as error:
+            sys.exit(str(error))
     sys.exit(failed)
 
 

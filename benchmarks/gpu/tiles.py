@@ -4,7 +4,6 @@ A check measures the products of one rank of one model, in bfloat16, even and sk
 first, in threads, and then timed. The result of each for the first group is compared with a dense product.
 """
 
-import faulthandler
 import statistics
 import time
 from collections import defaultdict
@@ -20,8 +19,9 @@ import numpy as np
 from benchmarks.gpu.clocks import Clocks
 from benchmarks.gpu.device import gpu_kind
 from benchmarks.gpu.findings import Check, Finding, Scale
-from benchmarks.gpu.kit import Program, Programs, compile_all, in_words
-from benchmarks.gpu.products import MOST_ERROR, difference
+from benchmarks.gpu.kit import Program, Programs, compile_all, compiled_one, in_words
+from benchmarks.gpu.once import guarded
+from benchmarks.gpu.products import MOST_ERROR, TABLE, difference, work_of
 from benchmarks.render.results import Table, Value
 from jax_moe_lb.aot.targets import GPUS
 from jax_moe_lb.kernels.backends import BACKENDS, DIMENSIONS, KINDS, Backend, Kind, Product, choose_backend
@@ -35,8 +35,8 @@ WITHIN = 1.1
 RUN_S, REPEATS, MOST_CALLS, LEAST_CALLS = 6e-3, 5, 64, 4
 """Seconds of one timing, timings, and most and least calls in one."""
 
-STUCK_S, COMPILING_S = 25.0, 150.0
-"""Seconds after which a kernel counts as stuck and ends the process, and the same for all compilations of a check."""
+WRONG = "wrong: "
+"""Start of the note of a wrong result."""
 
 
 class Model(NamedTuple):
@@ -120,9 +120,6 @@ def _tokamax(product: Product, left: Any, right: Any, groups: RowGroups) -> Any:
         implementation=[op(config=config)],
     )
 
-
-TABLE = "of the table"
-"""Tiles of a backend as in the table of backends."""
 
 BEST_OF_TOKAMAX = "128 x 128 x 64, 4 stages, persistent, 4 columns"
 
@@ -260,15 +257,17 @@ def fastest(name: str) -> Check:
     def check(scale: Scale) -> Finding:
         model = scale.of(MODELS[name], TINY)
         every = cases(model)
-        faulthandler.dump_traceback_later(COMPILING_S, exit=True)
         compiled = compile_all(model_programs(model))
         clock = Clock(scale.of(8192, 64))
         rows: list[list[Value]] = []
         with Clocks() as clocks:
             for case in every:
-                rows += _measure(case, compiled, clock, model, name, clocks)
+                try:
+                    rows += _measure(case, compiled, clock, model, name, clocks)
+                except Exception as error:  # such as no memory for operands; other products are measured
+                    start = [name, case.name, case.product.kind, case.product.num_rows]
+                    rows.append([*start, *[None] * (len(COLUMNS) - len(start) - 1), in_words(error)])
                 scale.keep(Table(COLUMNS, rows))
-        faulthandler.cancel_dump_traceback_later()
         return _finding(rows, every)
 
     return check
@@ -279,7 +278,7 @@ def _measure(
 ) -> Iterator[list[Value]]:
     """Time all kernels of one product under all loads, and yield the rows of the table."""
     product = case.product
-    left, right = compiled[case, OPERANDS](jax.random.key(1))
+    left, right = compiled_one(compiled, (case, OPERANDS))(jax.random.key(1))
     matrix = right[0] if product.kind != "outer" else right
     for load in loads(model):
         sizes = group_sizes(load, product.all_groups, model.slots)
@@ -290,23 +289,22 @@ def _measure(
         floor, dense_s = floor_s(product, sizes) * 1e6, None
         wanted = [key for key in compiled if key[0] == case and key[1] not in (COMPARE, OPERANDS)]
         for key in sorted(wanted, key=lambda one: one[1] != DENSE):
-            kernel, program = key[1], compiled[key]
+            kernel = key[1]
             if kernel == DENSE and load.rows < product.num_rows:
                 continue
             label = [DENSE, "cuBLAS"] if kernel == DENSE else [kernel.backend.name, kernel.tiles]
-            faulthandler.dump_traceback_later(STUCK_S, exit=True)
             seconds, note = None, ""
             clocks.start()
             try:
-                if isinstance(program, Exception):
-                    raise program
+                program = compiled_one(compiled, key)
                 call = partial(program, left, matrix) if kernel == DENSE else partial(program, *operands)
-                result = call()
-                if kernel != DENSE:
-                    error = float(compiled[case, COMPARE](result, left, matrix, count))
-                    note = "" if error < MOST_ERROR else f"wrong: differs by {error:.2g}"
-                del result
-                seconds = clock.seconds(call)
+                with guarded(work_of(product.kind, *label)):
+                    result = call()
+                    if kernel != DENSE:
+                        error = float(compiled_one(compiled, (case, COMPARE))(result, left, matrix, count))
+                        note = "" if error < MOST_ERROR else f"{WRONG}differs by {error:.2g}"
+                    del result
+                    seconds = clock.seconds(call)
             except Exception as error:  # a row with the reason; other kernels are measured
                 note = in_words(error)
             dense_s = seconds if kernel == DENSE else dense_s

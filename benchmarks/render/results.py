@@ -156,10 +156,10 @@ class Record:
 NO_ACCELERATOR = "no accelerator used"
 
 
-def save(tables: Mapping[str, Table], out: Path, accelerator: str = NO_ACCELERATOR) -> None:
-    """Write a run with the name of the file; other runs of the file are kept."""
+def save(tables: Mapping[str, Table], out: Path, accelerator: str = NO_ACCELERATOR, **made: str) -> None:
+    """Write a run with the name of the file, made here unless `made` says otherwise; keep other runs of the file."""
     stored = {name: _stored(table) for name, table in tables.items()}
-    _write(_runs(out) | {out.stem: {**circumstances(accelerator), "tables": stored}}, out)
+    _write(_runs(out) | {out.stem: {**circumstances(accelerator), **made, "tables": stored}}, out)
 
 
 def save_run(tables: Mapping[str, Table], name: str, path: Path) -> None:

@@ -90,6 +90,22 @@ def test_every_claim_of_a_part_has_an_outcome(tmp_path, monkeypatch, script, out
     assert found in rows["b"].found
 
 
+def test_a_check_is_tried_again_without_the_work_that_ended_it(tmp_path, monkeypatch):
+    path, script, marks = tmp_path / "products.json", {"a": "ends", "b": "dies", "c": "ends"}, []
+
+    def start(arguments, limit_s, fake=fake_start(path, script)):
+        status = fake(arguments, limit_s)
+        if status == -11:
+            script["b"] = "ends"
+            marks.append("a kernel")
+        return status
+
+    monkeypatch.setattr(gpu, "start", start)
+    monkeypatch.setattr(gpu.once, "marks", lambda: frozenset(marks))
+    gpu.run_part("products", list(script), path, dry_run=False)
+    assert [one.outcome for one in read_rows(path).values()] == [TRUE, TRUE, TRUE]
+
+
 def test_a_part_that_cannot_start_ends(tmp_path, monkeypatch):
     path = tmp_path / "copies.json"
     monkeypatch.setattr(gpu, "start", lambda arguments, limit_s: 1)

@@ -1,6 +1,8 @@
 """Stored programs load and run, sessions check the most valuable claims, and results reach all files."""
 
+import shutil
 import tomllib
+from threading import Event
 from types import SimpleNamespace
 from unittest.mock import MagicMock as Mock
 
@@ -8,15 +10,19 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.gpu import ahead, comparison, kit, runner, session, times, written
+from benchmarks.gpu import ahead, comparison, kit, once, processes, runner, session, tiles, times, written
 from benchmarks.gpu.claims import PARTS
 from benchmarks.gpu.clocks import Clocks
 from benchmarks.gpu.comparison import TINY, Served, Timed, times_of
 from benchmarks.gpu.counters import read_counters
+from benchmarks.gpu.device import kind_in
 from benchmarks.gpu.findings import CLAIMS, FALSE, NOT_REACHED, TRUE, Finding, Row, Scale, read_rows, write_row
 from benchmarks.gpu.kit import Program
+from benchmarks.gpu.pages import with_row, with_section
 from benchmarks.gpu.tiles import COLUMNS, DENSE, TABLE, Load, group_sizes
-from benchmarks.render.results import Table, load, save
+from benchmarks.render.documents import RESULTS, ROOT, rendered
+from benchmarks.render.results import Table, load, read, save
+from jax_moe_lb.core import device_rates
 
 TWICE = Program(lambda x: 2 * x, (jax.ShapeDtypeStruct((4,), "float32"),))
 
@@ -25,6 +31,8 @@ TWICE = Program(lambda x: 2 * x, (jax.ShapeDtypeStruct((4,), "float32"),))
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(kit, "FOLDER", tmp_path / "programs")
     monkeypatch.setattr(kit, "UNUSABLE", tmp_path / "unusable")
+    monkeypatch.setattr(kit, "COMPILED", tmp_path / "compiled")
+    monkeypatch.setattr(once, "FOLDER", tmp_path / "running")
 
 
 def fail(self, device):
@@ -55,6 +63,34 @@ def test_programs_of_other_sources_are_not_loaded(monkeypatch):
     assert kit.load("twice") is None
 
 
+def test_other_sources_reuse_programs_of_equal_text(monkeypatch):
+    def build(program):
+        return kit.build({"twice": program}, "h200", None, 1)["twice"]
+
+    assert build(TWICE).endswith(" MB")
+    first = kit.path_of("twice", "h200")
+    monkeypatch.setattr(kit, "fingerprint", lambda: "another")
+    kit.remove_others("h200")
+    assert not first.exists()
+    assert build(TWICE) == "compiled before"
+    assert build(TWICE) == "stored before"
+    kit.path_of("twice").parent.mkdir(parents=True)
+    kit.path_of("twice", "h200").rename(kit.path_of("twice"))
+    assert kit.load("twice")(jnp.ones(4)).tolist() == [2.0] * 4
+    assert build(TWICE._replace(function=lambda x: 3 * x)).endswith(" MB")
+
+
+def test_sources_of_programs_and_rates_decide_a_program(tmp_path, monkeypatch):
+    monkeypatch.setattr(kit, "ROOT", tmp_path)
+    found = [kit.fingerprint.__wrapped__()]
+    for file in ("jax_moe_lb/core/devices/h200.toml", "benchmarks/gpu/tiles.py", "benchmarks/gpu/session.py"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("1")
+        found.append(kit.fingerprint.__wrapped__())
+    assert len(set(found)) == 3
+    assert found[-1] == found[-2]
+
+
 def test_the_first_check_loads_a_program():
     assert ahead.stored_programs_load(Scale(True)) == Finding(True, "1 programs")
     assert ahead.stored_programs_load(Scale(False)).holds
@@ -72,6 +108,39 @@ def test_no_program_is_loaded_after_a_failed_first_load(tmp_path, monkeypatch):
     assert kit.load("twice") is None
 
 
+def test_no_program_is_loaded_after_a_load_that_does_not_end(tmp_path, monkeypatch):
+    kit.store("twice", TWICE.lower(None).compile())
+    once.FOLDER.mkdir()
+    monkeypatch.setattr(runner, "run_part", lambda *_, **__: (once.FOLDER / "load").touch())
+    session._run_items([session.Item("kit", 1.0)], tmp_path, None, [], dry_run=False)
+    assert not kit.path_of("twice").exists()
+
+
+def test_work_during_which_a_process_ended_is_not_tried_again(monkeypatch, capsys):
+    with pytest.raises(ValueError, match="wrong"), once.guarded("product"):
+        raise ValueError("wrong")
+    with once.guarded("product"):
+        assert len(once.marks()) == 1
+    assert once.marks() == set()
+    monkeypatch.setattr(once, "_device_works", lambda: False)
+    monkeypatch.setattr(once.os, "_exit", Mock(side_effect=SystemExit))
+    monkeypatch.setattr(once.Path, "unlink", Mock())
+    with pytest.raises(SystemExit), once.guarded("product"):
+        raise RuntimeError("illegal address")
+    assert "product: illegal address" in capsys.readouterr().err
+    with pytest.raises(once.EndedBefore, match="a process ended during: product"), once.guarded("product"):
+        raise AssertionError("the work is tried again")
+
+
+def test_a_program_whose_load_ended_a_process_is_compiled(monkeypatch):
+    kit.store("twice", TWICE.lower(None).compile())
+    monkeypatch.setattr(kit, "deserialize_and_load", Mock(side_effect=SystemExit))
+    monkeypatch.setattr(once.Path, "unlink", Mock())
+    with pytest.raises(SystemExit):
+        kit.load("twice")
+    assert kit.compiled_or_loaded("twice", TWICE)(jnp.ones(4)).tolist() == [2.0] * 4
+
+
 def test_a_part_that_fails_does_not_end_the_others(tmp_path, monkeypatch, capsys):
     called = []
 
@@ -87,12 +156,75 @@ def test_a_part_that_fails_does_not_end_the_others(tmp_path, monkeypatch, capsys
     assert "no space" in capsys.readouterr().err
 
 
+def limits_of(items, monkeypatch, tmp_path, seconds=0.0, wait=None):
+    clock, found = [100.0], {}
+
+    def run_part(part, *_, limit_s, **__):
+        found[part] = limit_s
+        clock[0] += seconds
+
+    monkeypatch.setattr(session.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(runner, "run_part", run_part)
+    session._run_items(items, tmp_path, wait, [], dry_run=False)
+    return found
+
+
+def test_time_that_an_item_does_not_need_is_left_to_the_next_ones(tmp_path, monkeypatch):
+    items = [session.Item("kit", 30.0), session.Item("device", 35.0), session.Item("comparison", 50.0)]
+    assert limits_of(items, monkeypatch, tmp_path, 10.0) == {"kit": 30.0, "device": 55.0, "comparison": 95.0}
+    late = limits_of(items, monkeypatch, tmp_path, 60.0, wait=lambda: None)
+    assert late == {"kit": 30.0, "device": 5.0, "comparison": 30.0 + 35.0 + session.WAIT_S + 50.0 - 120.0}
+
+
+def test_an_item_beside_another_shares_its_time(tmp_path, monkeypatch):
+    started = Event()
+
+    def run_part(part, *_, limit_s, **__):
+        assert limit_s == pytest.approx(30.0, abs=1.0)
+        if part == "training":
+            started.set()
+        else:
+            assert started.wait(5.0)
+
+    monkeypatch.setattr(runner, "run_part", run_part)
+    items = [session.Item("training", 30.0, beside=True), session.Item("values", 30.0)]
+    assert not session._run_items(items, tmp_path, None, [], dry_run=False)
+
+
 def test_sessions_stay_below_their_limits_and_the_rest_has_all_other_claims():
-    assert sum(item.limit_s for item in session.SESSIONS["first"]) + session.WAIT_S <= 8 * 60
-    assert sum(item.limit_s for item in session.SESSIONS["second"]) <= 4 * 60
+    first, second = (
+        sum(item.limit_s for item in session.SESSIONS[name] if not item.beside) for name in ("first", "second")
+    )
+    assert first + session.WAIT_S <= 8 * 60
+    assert second <= 4 * 60
     items = [*(item for items in session.SESSIONS.values() for item in items), *session.rest()]
     names = [name for item in items for name in item.claims()]
     assert sorted(names) == sorted(claim.name for claims in PARTS.values() for claim in claims)
+
+
+def test_a_product_whose_operands_fail_leaves_the_others(monkeypatch):
+    def measure(case, *_):
+        if case.name == "up":
+            raise RuntimeError("out of memory")
+        yield ["tiny", case.name, case.product.kind, *[1] * 2, "even", "Triton kernel", TABLE, *[1.0] * 5, ""]
+
+    monkeypatch.setattr(tiles, "_measure", measure)
+    monkeypatch.setattr(tiles, "compile_all", lambda _: {})
+    rows = tiles.fastest("Mixtral-8x7B")(Scale(True)).table.rows
+    assert [row[1] for row in rows] == ["up", "down"] * 3
+    assert {row[-1] for row in rows if row[1] == "up"} == {"RuntimeError: out of memory"}
+
+
+def test_a_process_is_killed_after_all_have_copied(tmp_path, monkeypatch):
+    running, ended = Mock(poll=lambda: None), Mock(poll=lambda: 1, communicate=lambda: ("no peer", None))
+    with pytest.raises(AssertionError, match="a process ended before it copied: no peer"):
+        processes.await_copies([running, ended], tmp_path)
+    monkeypatch.setattr(processes.time, "sleep", lambda _: (tmp_path / "1").touch())
+    (tmp_path / "0").touch()
+    processes.await_copies([running, running], tmp_path)
+    monkeypatch.setattr(processes, "START_S", 0.0)
+    with pytest.raises(AssertionError, match="no copies within 0 s"):
+        processes.await_copies([running] * 3, tmp_path)
 
 
 def test_an_even_load_has_no_replicas_and_a_hot_one_has_all_rows():
@@ -188,8 +320,11 @@ def test_measured_rates_replace_assumed_ones(tmp_path):
     written_values = {"dense": '"800 TFLOP/s"', "planner_kernel": '{ 8 = "20 us" }'}
     assert values == written_values | {"kernels.Triton": '{ product = "610 TFLOP/s" }'}
     found = tomllib.loads(written.with_values(TOML, values))
-    dense = {"value": "800 TFLOP/s", "basis": "measured", "source": written.SOURCE}
-    assert found == tomllib.loads(TOML) | {"dense": dense}
+    made = {"basis": "measured", "source": written.SOURCE}
+    added = {"dense": {"value": "800 TFLOP/s"}, "planner_kernel": {"value": {"8": "20 us"}}}
+    added["kernels"] = {"value": {"Triton": {"product": "610 TFLOP/s"}}}
+    assert found == tomllib.loads(TOML) | {key: made | value for key, value in added.items()}
+    assert written.with_values(written.with_values(TOML, values), values) == written.with_values(TOML, values)
     other = '[kernels]\nbasis = "assumed"\nsource = "x"\n\n[kernels.value]\nMosaic = { outer = "1 TFLOP/s" }\n'
     found = tomllib.loads(written.with_values(other, values))["kernels"]
     kernels = {"Triton": {"product": "610 TFLOP/s"}, "Mosaic": {"outer": "1 TFLOP/s"}}
@@ -198,14 +333,28 @@ def test_measured_rates_replace_assumed_ones(tmp_path):
     assert tomllib.loads(again)["kernels"]["value"] == kernels | {"Triton": {"product": "2 TFLOP/s"}}
 
 
-def test_stored_values_remain_if_nothing_new_was_measured():
-    text = (written.DEVICES / "h100.toml").read_text()
-    values = written.device_values(written.measured(written.tables_of()), {})
+def test_a_kernel_with_a_wrong_result_has_no_rate(tmp_path):
+    table = products([600.0])
+    row = Row("fastest-a", TRUE, "", 1.0, "1 x H100", "", "")
+    for note in ("wrong: differs by 1", "EndedBefore: a process ended during: product"):
+        wrong = [*table.rows[0][:3], *table.rows[0][3:-1], note]
+        write_row(tmp_path / "products.json", row, Table(COLUMNS, [*table.rows, wrong]))
+        assert written.kernel_rates([tmp_path]) == {}
+    write_row(tmp_path / "products.json", row, table)
+    write_row(tmp_path / "values.json", Row("products-triton", FALSE, "", 1.0, "1 x H100", "", ""))
+    assert written.kernel_rates([tmp_path]) == {}
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("gpu*.json")), ids=lambda path: path.stem)
+def test_stored_values_remain_if_nothing_new_was_measured(path):
+    kind = kind_in(read(path)[path.stem].machine)
+    text = (written.DEVICES / f"{kind}.toml").read_text()
+    values = written.device_values(written.measured(written.tables_of(path), kind), {})
     assert written.with_values(text, values) == text
 
 
 def test_results_of_a_run_keep_those_that_it_did_not_reach(tmp_path, monkeypatch):
-    monkeypatch.setattr(written, "measured", lambda run: {"dense": 8e14})
+    monkeypatch.setattr(written, "measured", lambda run, kind: {"dense": 8e14})
     names = [claim.name for claim in PARTS["copies"]]
     columns = dict.fromkeys(("part", "name", "claim", "outcome", "found"), "")
     before = [["copies", name, "text", TRUE, "before"] for name in [*names, "no longer a claim"]]
@@ -213,7 +362,7 @@ def test_results_of_a_run_keep_those_that_it_did_not_reach(tmp_path, monkeypatch
     run = tmp_path / "first"
     write_row(run / "copies.json", Row(names[0], FALSE, "now", 1.0, "1 x H100", "", ""), Table({"": ""}, [["new"]]))
     write_row(run / "copies.json", Row(names[1], NOT_REACHED, "no time", 1.0, "", "", ""))
-    written.write([run], tmp_path / "gpu.json", tmp_path)
+    written.write([run], tmp_path / "gpu.json", tmp_path, written.kind_of([run]))
     assert tomllib.loads((tmp_path / "h100.toml").read_text())["dense"]["value"] == "800 TFLOP/s"
     tables = load(tmp_path / "gpu.json")
     outcomes = {row[1]: row[3:] for row in tables[CLAIMS].rows}
@@ -226,20 +375,125 @@ def test_results_of_a_run_keep_those_that_it_did_not_reach(tmp_path, monkeypatch
     assert read_rows(run / "copies.json")[names[0]].device == "1 x H100"
 
 
-def test_results_of_another_gpu_have_a_file_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(written, "measured", lambda run: {})
-    old = tmp_path / "gpu.json"
-    save({CLAIMS: Table(dict.fromkeys(("part", "name", "claim", "outcome", "found"), ""), [])}, old, "1 x NVIDIA H100")
-    before, run = old.read_text(), tmp_path / "first"
-    write_row(
-        run / "copies.json", Row("gemm", TRUE, "found", 1.0, "1 x NVIDIA H200", "", ""), Table({"": ""}, [["new"]])
-    )
-    written.write([run], old, tmp_path)
-    assert old.read_text() == before
-    assert load(tmp_path / "gpu_h200.json")["gemm"].rows == [["new"]]
+def results_of_an_h200(folder):
+    """Write results as of an H200: tables of an H100 and rates of a kernel."""
+    old, device = load(RESULTS / "gpu.json"), "1 x NVIDIA H200"
+    parts = [["4", *row[1:3], "a kernel", "", 1.0, row[3]] for row in old["parts"].rows if row[0] == "qwen3"]
+    grouped = [
+        ["Qwen3-30B-A3B", name, kind, 65536, 65536, "even", *kernel, 1.0, rate, None, 1.0, None, ""]
+        for kind in written.KINDS
+        for name in ("up", "down")
+        for kernel, rate in ((("Triton kernel", TABLE), 600.0), (("Hopper kernel", TABLE), 700.0), (DENSE_ROW, 800.0))
+    ]
+    columns = dict.fromkeys(("skew", "system", "part", "kernel", "result", "executions", "ms"), "")
+    tables = {
+        ("comparison", "rank-qwen3"): old["rank-qwen3"],
+        ("comparison", "rank-kernels-qwen3"): Table(columns, parts),
+        ("products", "fastest-qwen3-65536"): Table(COLUMNS, grouped),
+        ("kernels", "planner-time"): old["planner-time"],
+        ("compiled", "timeline"): old["timeline"],
+    }
+    for (part, claim), table in tables.items():
+        write_row(folder / f"{part}.json", Row(claim, TRUE, "found", 1.0, device, "", "run"), table)
+    # The launcher has no device.
+    write_row(folder / "training.json", Row("trains-exact", NOT_REACHED, "no time", 0.0, "", "", "run"))
+
+
+DENSE_ROW = (DENSE, "cuBLAS")
+MEASURED = ("dense", "grouped", "kernels", "experts", "memory_share", "planner_kernel", "small_operations")
+
+
+def test_results_of_an_h200_reach_all_files(tmp_path, monkeypatch):
+    run, results = tmp_path / "first", tmp_path / "benchmarks" / "results"
+    results_of_an_h200(run)
+    results.mkdir(parents=True)
+    (tmp_path / "docs" / "results").mkdir(parents=True)
+    for file in ("benchmarks/results/gpu.json", "docs/status.md", "docs/results/gpu.md"):
+        shutil.copy(ROOT / file, tmp_path / file)
+    kind = written.kind_of([run])
+    out = written.write([run], results / "gpu.json", tmp_path, kind)
+    for _ in range(2):
+        written.write_pages(out, kind, tmp_path)
+    # Results: in a file of their own, with the machine and command of the run.
+    assert (kind, out.name) == ("h200", "gpu_h200.json")
+    assert (results / "gpu.json").read_bytes() == (RESULTS / "gpu.json").read_bytes()
+    record = read(out)["gpu_h200"]
+    assert record.machine.endswith("; 1 x NVIDIA H200")
+    assert record.command == "python -m benchmarks.gpu.session"
+    assert {"rank-qwen3", "parts", "products", "planner-time", "timeline", "claims"} <= set(record.tables)
+    # Rates: all are of this run, and the others of an H100.
+    content = tomllib.loads((tmp_path / "h200.toml").read_text())
+    assert {key: content[key]["basis"] for key in MEASURED} == dict.fromkeys(MEASURED, "measured")
+    files = device_rates._files() | {"h200": content}
+    monkeypatch.setattr(device_rates, "_files", lambda: files)
+    h100, h200 = (device_rates.device_rates(one, "cuda") for one in ("h100", "h200"))
+    assert h200.kernels["Hopper"] == dict.fromkeys(written.KINDS, 700e12)
+    assert (h200.dense, h200.experts.keys(), h200.link) == (800e12, {4096}, h100.link)
+    # Pages: a section with the tables, and a row of the status that other pages include.
+    page = rendered((tmp_path / "docs/results/gpu.md").read_text(), results, tmp_path / "docs" / "results")
+    assert page.count("## On an H200") == 1
+    section = page.partition("## On an H200")[2]
+    assert "1 x NVIDIA H200; Python" in section
+    assert "| Qwen3-30B-A3B | up | product | 65536 | 4096 | 600 | 700 |" in section
+    assert "| comparison | rank-qwen3 | true |" in section
+    assert "| 4 | exact | 1.01 |" in section
+    assert "| 2 | exact |" not in section
+    readme = rendered("<!-- include: docs/status.md -->\n<!-- end -->\n", results, tmp_path)
+    row = "| one NVIDIA H200 | **run** | [5 claims true, 0 false](docs/results/gpu.md#on-an-h200), without exchanges |"
+    assert readme.count(row) == readme.count("H200 |") == 1
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("gpu_*.json")), ids=lambda path: path.stem)
+def test_pages_have_the_results_of_other_gpus(path):
+    record = read(path)[path.stem]
+    page, status = (ROOT / "docs" / name for name in ("results/gpu.md", "status.md"))
+    kind = kind_in(record.machine)
+    assert with_section(page.read_text(), kind, path.stem, record) == page.read_text()
+    assert with_row(status.read_text(), kind, record.tables) == status.read_text()
+
+
+def test_results_of_no_gpu_or_of_two_are_refused(tmp_path):
+    for device, message in (("1 x cpu", "results are of 1 x cpu; expected one GPU"), ("1 x H100", "1 x H100, 1 x cpu")):
+        write_row(tmp_path / "copies.json", Row(device, TRUE, "found", 1.0, device, "", ""))
+        if device == "1 x cpu":
+            with pytest.raises(ValueError, match=message):
+                written.kind_of([tmp_path])
+    assert written.kind_of([tmp_path]) == "h100"
+    write_row(tmp_path / "device.json", Row("clocks", TRUE, "found", 1.0, "1 x NVIDIA H200", "", ""))
+    with pytest.raises(ValueError, match="results are of 1 x H100, 1 x NVIDIA H200, 1 x cpu; expected one GPU of"):
+        written.kind_of([tmp_path])
+
+
+def test_a_run_keeps_the_models_that_it_did_not_reach():
+    table = Table({"model": "", "ms": ""}, [["a", 1.0], ["b", 2.0]])
+    found = written._with_older_rows(Table(table.columns, [["b", 3.0]]), table)
+    assert found.rows == [["b", 3.0], ["a", 1.0]]
+    assert written._with_older_rows(Table({"model": ""}, [["b"]]), table).rows == [["b"]]
+
+
+@pytest.mark.parametrize("run", [{"products": []}, {"planner-time": [{"options": "eps = 0.01, localize"}]}])
+def test_rates_of_incomplete_tables_are_left_out(run):
+    assert written.measured(run) == {}
+
+
+def test_a_gpu_is_named_by_whole_words():
+    names = ("1 x NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA GB200", "NVIDIA GH200 480GB", "cpu")
+    assert [kind_in(name) for name in names] == ["h200", "a100", "gb200", None, None]
 
 
 def test_rates_of_tables_that_were_not_reached_are_left_out():
     run = dict(written.tables_of())
     del run["planner-time"], run["timeline"]
     assert set(written.measured(run)) == {"dense", "grouped", "small_operations"}
+
+
+def test_the_page_has_the_limits_of_the_items():
+    page = (ROOT / "docs/how-to/gpu.md").read_text().partition("| command | checks")[2].partition("\n\n")[0]
+    limits = [int(row.rsplit("|", 2)[1]) for row in page.splitlines()[2:]]
+    wanted = [
+        item.limit_s + (session.WAIT_S if item.part == session.STEPS_OF_RANKS else 0.0)
+        for items in session.SESSIONS.values()
+        for item in items
+        if not item.beside
+    ]
+    assert limits == wanted

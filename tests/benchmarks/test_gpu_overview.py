@@ -25,3 +25,12 @@ def test_parts_are_sums_of_kernels():
     found = overview({"rank-kernels-a": kernels})
     assert found["rank-kernels-a"] == kernels
     assert found["parts"].rows == [["a", "exact", "products", 3.5]]
+
+
+def test_the_slowest_kernels_of_each_system_are_kept():
+    columns = dict.fromkeys(("skew", "system", "part", "kernel", "result", "executions", "ms"), "")
+    rows = [["4", system, "p", f"k{i}", "", 1.0, 9.0 - i] for system in ("exact", "plain") for i in range(9)]
+    whole = ["4", "exact", "whole call", "", "", None, 50.0]
+    found = overview({"rank-kernels-a": Table(columns, [*rows, whole])})
+    assert found["rank-kernels-a"].rows == [*rows[:6], *rows[9:15], whole]
+    assert found["parts"].rows[0] == ["a", "exact", "p", 45.0]
