@@ -36,14 +36,19 @@ GPU_PYTHON ?= $(shell for p in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/pyt
   $$p -c '' 2>/dev/null && { echo $$p; break; }; done)
 GPU_JAX ?= 0.11.2
 GPU_TARGETS ?= h100 h200
+# Compute capability of these; other GPUs compile the kernels at their load.
+GPU_ARCHITECTURES ?= 90
 KIT := $(VENV)-gpu-kit
 gpu-kit: $(VENV)/.installed
 	test -x $(KIT)/bin/python || $(BIN)/uv venv -q --python $(GPU_PYTHON) $(KIT)
 	$(BIN)/uv pip install -q --python $(KIT)/bin/python $(BUILD_TOOLS) 'jax[cuda13]==$(GPU_JAX)' tokamax flax jaxtyping \
 	  lazy_loader pydantic pyyaml rich scipy typer
 	$(BIN)/uv pip install -q --python $(KIT)/bin/python --no-deps $(BUILD_OPTIONS) -C build-dir=build/gpu-kit/native \
-	  -C cmake.define.JAX_MOE_LB_CUDA=ON --target build/gpu-kit/package .
+	  -C cmake.define.JAX_MOE_LB_CUDA=ON -C 'cmake.define.JAX_MOE_LB_CUDA_ARCHITECTURES=$(GPU_ARCHITECTURES)' \
+	  --target build/gpu-kit/package .
 	$(BIN)/uv pip install -q --python $(KIT)/bin/python --target build/gpu-kit/packages pydantic
+	$(BIN)/uv pip install -q --python $(KIT)/bin/python --target build/gpu-kit/packages --no-deps grain array-record \
+	  portpicker
 	PYTHONPATH=. $(KIT)/bin/python -m benchmarks.gpu.ahead --targets $(GPU_TARGETS) $(ARGS)
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

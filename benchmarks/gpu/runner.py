@@ -24,6 +24,9 @@ from benchmarks.render.results import Table
 LIMIT_S = 480.0
 """Time limit of a part."""
 
+KILLED_S = 10.0
+"""Seconds that a killed worker has to end."""
+
 MEMORY_FRACTION = 0.45
 """Share of the GPU's memory for the process of a part, which starts others beside it."""
 
@@ -45,7 +48,9 @@ def start(arguments: list[str], limit_s: float) -> int | None:
         # Processes of a check may outlive the worker and hold memory of the GPU.
         with suppress(ProcessLookupError):
             os.killpg(worker.pid, signal.SIGKILL)
-        worker.wait()
+        # The driver may take long to end a kernel; the other parts have little time.
+        with suppress(subprocess.TimeoutExpired):
+            worker.wait(KILLED_S)
 
 
 def run_part(part: str, names: list[str], path: Path, *, dry_run: bool, limit_s: float = LIMIT_S) -> None:

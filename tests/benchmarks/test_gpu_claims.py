@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -125,6 +126,13 @@ def test_a_worker_and_its_processes_are_stopped_at_the_limit(tmp_path, monkeypat
     while not has_ended(child) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert has_ended(child)
+
+
+def test_a_killed_worker_that_does_not_end_is_left(monkeypatch):
+    worker = Mock(pid=12, wait=Mock(side_effect=subprocess.TimeoutExpired("worker", 1.0)))
+    monkeypatch.setattr(gpu.subprocess, "Popen", lambda *_, **__: worker)
+    monkeypatch.setattr(gpu.os, "killpg", Mock(side_effect=ProcessLookupError))
+    assert gpu.start([], 2.0) is None
 
 
 def has_ended(stat: Path) -> bool:
