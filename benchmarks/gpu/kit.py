@@ -22,7 +22,7 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 from jax.stages import Compiled, Lowered, Wrapped
 
 from benchmarks.gpu.device import gpu_kind
-from benchmarks.gpu.once import marked
+from benchmarks.gpu.once import LOAD, marked
 from jax_moe_lb.core import custom_calls
 
 ROOT = Path(__file__).parents[2]
@@ -114,7 +114,7 @@ def load(name: str) -> Compiled | None:
     try:
         # Tracing registers custom calls, too, but a loaded program is not traced.
         custom_calls.register()
-        with marked(f"load {path.name}"):
+        with marked(f"{LOAD} {path.name}"):
             # Only files of this folder are read; `make gpu-kit` writes them.
             stored = pickle.loads(zlib.decompress(path.read_bytes()))
             return deserialize_and_load(*stored, execution_devices=jax.devices()[:1])

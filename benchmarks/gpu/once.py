@@ -1,10 +1,10 @@
 """Marks of work that may end its process or never end, such as a new kernel: no later process tries it."""
 
 import faulthandler
-import hashlib
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,6 +12,9 @@ import jax
 import jax.numpy as jnp
 
 FOLDER = Path(__file__).parents[2] / "build" / "gpu-kit" / "running"
+
+LOAD = "load"
+"""Start of the names of loads, which have no limit of their own."""
 
 STUCK_S = 10.0
 """Seconds after which a kernel counts as stuck."""
@@ -24,7 +27,7 @@ class EndedBefore(RuntimeError):
 @contextmanager
 def marked(work: str) -> Iterator[None]:
     """Refuse work during which an earlier process ended; an exception leaves no mark."""
-    mark = FOLDER / hashlib.sha256(work.encode()).hexdigest()[:16]
+    mark = FOLDER / re.sub(r"\W+", "-", work)
     if mark.exists():
         raise EndedBefore(f"a process ended during: {work}")
     mark.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +67,7 @@ def marks() -> frozenset[str]:
     return frozenset(path.name for path in FOLDER.glob("*"))
 
 
-def forget() -> None:
-    """Remove all marks, before the processes of a run start."""
-    for path in FOLDER.glob("*"):
-        path.unlink(missing_ok=True)
+def forget(names: Iterable[str] | None = None) -> None:
+    """Remove marks, by default all, as before the processes of a run start."""
+    for name in marks() if names is None else names:
+        (FOLDER / name).unlink(missing_ok=True)

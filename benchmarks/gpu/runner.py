@@ -62,6 +62,8 @@ def run_part(part: str, names: list[str], path: Path, *, dry_run: bool, limit_s:
         status = start([part, str(path), *names, *options], max(deadline - time.monotonic(), 0.0))
         rows, is_marked = read_rows(path), bool(once.marks() - marks)
         if status is None:
+            # Work that began just before the limit is not at fault.
+            once.forget(mark for mark in once.marks() - marks if not mark.startswith(once.LOAD))
             reason = f"the part reached its limit of {limit_s:.0f} s"
             write_ends(path, [name for name in names if not is_complete(rows.get(name), run)], run, reason)
             return

@@ -107,6 +107,21 @@ def test_a_check_is_tried_again_without_the_work_that_ended_it(tmp_path, monkeyp
     assert [one.outcome for one in read_rows(path).values()] == [TRUE, TRUE, TRUE]
 
 
+def test_work_at_the_limit_is_not_marked(tmp_path, monkeypatch):
+    folder = tmp_path / "running"
+    monkeypatch.setattr(gpu.once, "FOLDER", folder)
+
+    def start(arguments, limit_s):
+        for name in ("product-Triton-kernel", "load-a"):
+            (folder / name).touch()
+
+    folder.mkdir()
+    (folder / "outer-Hopper-kernel").touch()
+    monkeypatch.setattr(gpu, "start", start)
+    gpu.run_part("products", ["a"], tmp_path / "products.json", dry_run=False)
+    assert gpu.once.marks() == {"outer-Hopper-kernel", "load-a"}
+
+
 def test_a_part_that_cannot_start_ends(tmp_path, monkeypatch):
     path = tmp_path / "copies.json"
     monkeypatch.setattr(gpu, "start", lambda arguments, limit_s: 1)
