@@ -46,6 +46,7 @@ gpu-kit: $(VENV)/.installed
 	$(BIN)/uv pip install -q --python $(KIT)/bin/python --no-deps $(BUILD_OPTIONS) -C build-dir=build/gpu-kit/native \
 	  -C cmake.define.JAX_MOE_LB_CUDA=ON -C 'cmake.define.JAX_MOE_LB_CUDA_ARCHITECTURES=$(GPU_ARCHITECTURES)' \
 	  --target build/gpu-kit/package .
+	mkdir -p build/gpu-kit/modules && cp build/gpu-kit/package/jax_moe_lb/*.so build/gpu-kit/modules
 	$(BIN)/uv pip install -q --python $(KIT)/bin/python --target build/gpu-kit/packages pydantic
 	$(BIN)/uv pip install -q --python $(KIT)/bin/python --target build/gpu-kit/packages --no-deps grain array-record \
 	  portpicker
