@@ -16,8 +16,8 @@ FOLDER = Path(__file__).parents[2] / "build" / "gpu-kit" / "running"
 LOAD = "load"
 """Start of the names of loads, which have no limit of their own."""
 
-STUCK_S = 10.0
-"""Seconds after which a kernel counts as stuck."""
+STUCK_S = 15.0
+"""Seconds after which a kernel counts as stuck. Its first call may compile it."""
 
 
 class EndedBefore(RuntimeError):
