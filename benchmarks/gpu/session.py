@@ -173,6 +173,9 @@ def _run_items(
         attempt(item, limit_s)
         while beside:
             beside.pop().join()
+    # The parts may leave out the next item.
+    for thread in beside:
+        thread.join()
     return any(failed)
 
 
