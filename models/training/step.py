@@ -118,7 +118,8 @@ class Programs:
 def _check_slots(config: TrainConfig, system: System) -> None:
     """Raise `ValueError` if there are more slots than experts; the error of the layer would not name the option."""
     most = config.model.num_experts - config.model.num_experts // config.parallel.expert_parallel
-    if system.replica_slots > most:
+    # The layer leaves out the default slots of a system if all experts are at home.
+    if system.replica_slots > most and (most or config.parallel.replica_slots):
         raise ValueError(
             f"parallel.replica_slots is {system.replica_slots}; expected at most {most}, the experts that are not at "
             "home on a rank"

@@ -2,7 +2,6 @@
 
 import shutil
 import tomllib
-from pathlib import Path
 from threading import Event
 from time import sleep
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.gpu import ahead, comparison, kit, once, processes, runner, session, tiles, times, training, written
+from benchmarks.gpu import ahead, comparison, kit, once, processes, runner, session, tiles, times, written
 from benchmarks.gpu.claims import PARTS
 from benchmarks.gpu.clocks import Clocks
 from benchmarks.gpu.comparison import TINY, Served, Timed, times_of
@@ -231,23 +230,6 @@ def test_a_process_is_killed_after_all_have_copied(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "START_S", 0.0)
     with pytest.raises(AssertionError, match="no copies within 0 s"):
         processes.await_copies([running] * 3, tmp_path)
-
-
-def test_plain_trains_without_replica_slots(monkeypatch):
-    commands = []
-
-    def run(command, **_):
-        commands.append(command)
-        folder = Path(command[command.index("--run-dir") + 1])
-        folder.mkdir()
-        (folder / "metrics.jsonl").write_text('{"loss": 1.5}\n{"step": 1}\n')
-        return Mock(returncode=0)
-
-    monkeypatch.setattr(training.subprocess, "run", run)
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-    assert training.losses_of("exact", 1) == training.losses_of("plain", 1) == [1.5]
-    # The command refuses the setting for `plain`.
-    assert ["parallel.replica_slots=0" in command for command in commands] == [True, False]
 
 
 def test_an_even_load_has_no_replicas_and_a_hot_one_has_all_rows():

@@ -9,8 +9,9 @@ from typer.testing import CliRunner
 from jax_moe_lb.layer.systems import COMPARED, system_names
 from models import generate
 from models.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from models.mesh import make_mesh, memory_bytes
+from models.mesh import make_mesh, make_system, memory_bytes
 from models.train import app
+from models.training.step import make_programs
 from tests.models.small import CORPUS
 
 STAGES = ["--mesh", "expert=4,stage=2", "--set"]
@@ -209,3 +210,13 @@ def test_from_a_shell():
     assert result.returncode == 2
     assert result.stderr.startswith("error: config is 'huge'; expected one of ")
     assert result.stderr.count("\n") == 1
+
+
+def test_one_rank_takes_the_default_slots_and_no_others():
+    """As `MoE` does: all experts are at home there."""
+    config = TrainConfig(parallel=ParallelConfig(expert_parallel=1))
+    mesh = make_mesh(config.parallel)
+    make_programs(config, mesh, make_system(config.parallel))
+    given = dataclasses.replace(config.parallel, replica_slots=2)
+    with pytest.raises(ValueError, match=r"^parallel\.replica_slots is 2; expected at most 0, the experts"):
+        make_programs(dataclasses.replace(config, parallel=given), mesh, make_system(given))
