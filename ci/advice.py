@@ -15,9 +15,7 @@ from typer.testing import CliRunner
 from jax_moe_lb.cli.app import app
 from jax_moe_lb.sim.config import preset_names
 
-# Compilation dominates; without optimizations it takes a third less time.
-QUICKLY = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICKLY}
+ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu"}
 
 
 def best_programs(model: str, cluster: str, number: int) -> list[tuple[str, str]]:
