@@ -31,7 +31,7 @@ reproduce: $(VENV)/.installed
 gpu: $(VENV)/.installed
 	$(if $(findstring --dry-run,$(ARGS)),,$(call install,-e '.[cuda,train]' $(BUILD_OPTIONS)))
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
-# Compile programs for GPUs that are absent, for a machine that has one for a short time: see CONTRIBUTING.md.
+# Compile programs for GPUs that are absent, for a machine that has one for a short time: see docs/how-to/gpu.md.
 GPU_PYTHON ?= $(shell for p in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/python; do \
   $$p -c '' 2>/dev/null && { echo $$p; break; }; done)
 GPU_JAX ?= 0.11.2

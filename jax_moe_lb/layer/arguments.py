@@ -91,8 +91,10 @@ def check_tokens(x: Any, shape: tuple[Any, ...], key: Any, properties: dict[str,
 def _is_key(key: Any) -> bool:
     if not isinstance(key, Array):
         return False
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return key.ndim == 0
     # Keys of `jax.random.PRNGKey` are a vector of integers.
-    return key.ndim == (0 if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else 1 if key.dtype == jnp.uint32 else -1)
+    return key.dtype == jnp.uint32 and key.ndim == 1
 
 
 def check_arguments(
