@@ -36,7 +36,7 @@ MOST_SPILLED = {"hidden and products": 48, "activation gradients": 16}
 def cases() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     """Yield the name, the function and the shapes of each kernel."""
     # Imported after the environment is set.
-    from jax_moe_lb.kernels import mosaic_ffn, mosaic_outer, mosaic_product
+    from jax_moe_lb.kernels import fused_ffn, mosaic_outer, mosaic_product
 
     def shape(*dims: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, dtype)
@@ -66,18 +66,18 @@ def cases() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     for keeps in (False, True):
 
         def inner(rows: Any, experts: Any, sizes: Any, keeps: bool = keeps) -> Any:
-            return mosaic_ffn.hidden_and_products(rows, experts, sizes, keeps_products=keeps)
+            return fused_ffn.hidden_and_products(rows, experts, sizes, keeps_products=keeps)
 
         yield "hidden and products" if keeps else "hidden", inner, (rows, experts(fused=keeps), sizes)
-    yield "inner products", mosaic_ffn.inner_products, (rows, experts(), sizes)
-    of_activation = mosaic_ffn.activation_gradients
+    yield "inner products", fused_ffn.inner_products, (rows, experts(), sizes)
+    of_activation = fused_ffn.activation_gradients
     for name, activation in {"": None, " of ClampedSwiGLU": ClampedSwiGLU(), " of geglu": geglu}.items():
         yield (
             f"activation gradients{name}",
             of_activation,
             ((hidden, hidden), weights, experts(activation=activation), sizes, rows),
         )
-    yield "row gradients", mosaic_ffn.row_gradients, ((hidden, hidden), experts(), sizes)
+    yield "row gradients", fused_ffn.row_gradients, ((hidden, hidden), experts(), sizes)
 
 
 def compile_on(target: Target, function: Callable[..., Any], shapes: tuple[Any, ...]) -> None:

@@ -5,7 +5,7 @@
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 from jax_moe_lb.core.custom_calls import call, is_built, like, why_older_jax
 from jax_moe_lb.core.device_rates import RecordedKernel, device_named, recorded_tflops
 from jax_moe_lb.core.manual_axes import unvarying_call, vary_alike, vary_like
+from jax_moe_lb.core.tpu_vectors import OLDEST_JAX
 from jax_moe_lb.core.types import DType, GroupSizes, wide_dtype
 from jax_moe_lb.kernels.blocks import matmul_by_blocks, outer_by_blocks
 from jax_moe_lb.kernels.operands import RowGroups
@@ -119,7 +120,7 @@ class Backend:
     recorded: RecordedKernel | None = None  # kernel of `recorded_rates`; `None` (default) for no record
     # If True, it is chosen only on devices with a record, or if preferred. False by default.
     needs_record: bool = False
-    # If True, its products can compute the activations of a network, see `mosaic_ffn`. False by default.
+    # If True, its products can compute the activations of a network, see `fused_ffn`. False by default.
     fuses: bool = False
     # If True, its sums read rows beyond the last group and multiply them by 0, so that these must not be NaN.
     reads_tail: bool = True
@@ -208,21 +209,28 @@ def has_tokamax() -> bool:
 
 def reads_parts(product: Product) -> bool:
     """Return whether the default device reads matrices, or writes sums, in several arrays without a copy."""
-    is_padded = min(product.widths) < TILE
-    on_gpu = get_default_device().platform == "gpu"
-    return on_gpu and not is_padded and choose_backend(product, "cuda").backend.takes_parts
+    is_padded, platform = min(product.widths) < TILE, accelerator()
+    return platform is not None and not is_padded and choose_backend(product, platform).backend.takes_parts
 
 
-def reads_tail(products: Iterable[Product]) -> bool:
-    """Return whether sums on GPUs may read rows beyond the last group."""
-    return any(choose_backend(product, "cuda").backend.reads_tail for product in products)
+def accelerator() -> Literal["cuda", "tpu"] | None:
+    """Return the lowering platform of the default device; `None` if it is neither a GPU nor a TPU."""
+    platforms: dict[str, Literal["cuda", "tpu"]] = {"gpu": "cuda", "tpu": "tpu"}
+    return platforms.get(get_default_device().platform)
+
+
+def platforms_reading_tail(products: Sequence[Product]) -> list[str]:
+    """Return the platforms whose sums may read rows beyond the last group."""
+    accelerators = ("cuda", "tpu")
+    return [one for one in accelerators if any(choose_backend(each, one).backend.reads_tail for each in products)]
 
 
 def fuses_activations(products: Iterable[Product]) -> bool:
     """Return whether the kernels of the default device can compute activations inside these products."""
-    if get_default_device().platform != "gpu":
-        return False
-    return all(min(product.widths) >= TILE and choose_backend(product, "cuda").backend.fuses for product in products)
+    platform = accelerator()
+    return platform is not None and all(
+        min(product.widths) >= TILE and choose_backend(product, platform).backend.fuses for product in products
+    )
 
 
 def products_are_by_group() -> bool:
@@ -276,6 +284,14 @@ def _no_hopper(product: Product) -> str | None:
     if product.num_rows % ALIGNED_ROWS or product.num_rows < TILE:
         return f"{product.num_rows} rows; expected a multiple of {ALIGNED_ROWS}, at least {TILE}"
     return _misfit(product, (jnp.bfloat16, jnp.float16), (product.widths[0], product.widths[1], *product.parts))
+
+
+def _no_tpu_kernel(product: Product) -> str | None:
+    if (reason := why_older_jax(OLDEST_JAX)) is not None:
+        return reason
+    if (device := get_default_device()).platform != "tpu":
+        return f"the default device is {_name(device)}; expected a TPU"
+    return _misfit(product, (jnp.bfloat16,), (product.num_rows, *product.widths, *product.parts))
 
 
 def _misfit(product: Product, dtypes: tuple[Any, ...], sizes: tuple[int, ...] = ()) -> str | None:
@@ -454,6 +470,17 @@ BACKENDS = (
         outer=_then_add(_outer_by("triton_outer")),
         takes_parts=True,
         recorded="Triton",
+        reads_tail=False,
+    ),
+    Backend(
+        "Pallas kernel",
+        "tpu",
+        why="a TPU is the default device",
+        why_not=_no_tpu_kernel,
+        matmul=_matmul_by("tpu_products"),
+        outer=_then_add(_outer_by("tpu_products")),
+        takes_parts=True,
+        fuses=True,
         reads_tail=False,
     ),
     Backend(

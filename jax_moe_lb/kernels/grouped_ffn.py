@@ -28,10 +28,11 @@ from jax_moe_lb.kernels.backends import (
     TILE,
     Kind,
     Product,
+    accelerator,
     fuses_activations,
+    platforms_reading_tail,
     products_are_by_group,
     reads_parts,
-    reads_tail,
 )
 from jax_moe_lb.kernels.grouped_matmul import grouped_matmul, grouped_outer
 from jax_moe_lb.kernels.operands import BackwardRows, RowGroups, clear_tail
@@ -107,7 +108,9 @@ def _network(rows: Rows, experts: Experts | ExpertParts, *, keeps_products: bool
     """Return the network for all rows, by the kernels of the default device if they compute activations."""
     at_once = partial(_at_once, keeps_products=keeps_products)
     return (
-        partial(_on_cuda, partial(_fused, keeps_products=keeps_products), at_once) if fuses(rows, experts) else at_once
+        partial(_on_device, partial(_fused, keeps_products=keeps_products), at_once)
+        if fuses(rows, experts)
+        else at_once
     )
 
 
@@ -121,23 +124,23 @@ def fuses(rows: Rows, experts: Experts | ExpertParts) -> bool:
     products = (Product(kind, rows.shape[0], (inner, outer), groups, dtypes, rows.dtype) for kind in KINDS)
     if not fuses_activations(products):
         return False
-    # Imported lazily: the compiler of the kernels is not part of every installation.
-    from jax_moe_lb.kernels import mosaic_ffn
+    from jax_moe_lb.kernels import fused_ffn
 
-    return mosaic_ffn.can_activate(first)
+    return fused_ffn.can_activate(first)
 
 
-def _on_cuda(fused: Callable[..., Any], other: Callable[..., Any], *operands: Any) -> Any:
-    return jax.lax.platform_dependent(*vary_like(operands, *operands), cuda=fused, default=other)
+def _on_device(fused: Callable[..., Any], other: Callable[..., Any], *operands: Any) -> Any:
+    on_accelerator = {platform: fused for platform in (accelerator(),) if platform}
+    return jax.lax.platform_dependent(*vary_like(operands, *operands), **on_accelerator, default=other)
 
 
 def _fused(
     rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSizes, *, keeps_products: bool = False
 ) -> tuple[Rows, Products]:
-    from jax_moe_lb.kernels import mosaic_ffn
+    from jax_moe_lb.kernels import fused_ffn
 
     experts = jax.tree.map(usual_layout, experts)
-    hidden, products = mosaic_ffn.hidden_and_products(rows, _parts(experts), group_sizes, keeps_products=keeps_products)
+    hidden, products = fused_ffn.hidden_and_products(rows, _parts(experts), group_sizes, keeps_products=keeps_products)
     if products and _first(experts).is_fused:
         # In the form of the other branch.
         products = (jnp.concatenate(products, -1),)
@@ -234,7 +237,7 @@ def grouped_ffn_gradients(
     # Use it in a handwritten backward pass, such as the one of the rounds.
     at_once = partial(_gradients_at_once, sums_dtype=sums_dtype, again=again)
     if fuses(batch.rows, experts):
-        at_once = partial(_on_cuda, partial(_fused_gradients, sums_dtype=sums_dtype, again=again), at_once)
+        at_once = partial(_on_device, partial(_fused_gradients, sums_dtype=sums_dtype, again=again), at_once)
     in_windows = partial(_gradients_in_windows, sums_dtype=sums_dtype)
     return _by_platform(at_once, in_windows, batch.rows.shape[0], batch, experts, groups, sums)
 
@@ -274,7 +277,7 @@ def _gradients_at_once(
     (rows, weights, upstream, products), group_sizes = batch, groups.sizes
     experts, inner = jax.tree.map(usual_layout, experts), _first(experts).inner_kinds
     # Clear rows beyond the groups: weight gradients sum over all rows.
-    clear = partial(clear_tail, group_sizes=group_sizes, reads_tail=_reads_tail(rows, experts, sums_dtype))
+    clear = partial(clear_tail, group_sizes=group_sizes, on=_reading_tail(rows, experts, sums_dtype))
     rows, upstream = clear(rows), clear(upstream)
     first = _inner_products(rows, experts, group_sizes) if products is None else products
     hidden, pull_back = jax.vjp(partial(activate, _first(experts)), first)
@@ -337,16 +340,16 @@ def _gradients_at_once(
     return of_rows, of_weights, _with_kinds(experts, of_kinds)
 
 
-def _reads_tail(rows: Rows, experts: Experts | ExpertParts, dtype: DType) -> bool:
-    """Return whether the gradients of weights may read rows beyond the groups."""
+def _reading_tail(rows: Rows, experts: Experts | ExpertParts, dtype: DType) -> list[str]:
+    """Return the platforms on which the gradients of weights may read rows beyond the groups."""
     parts, first = tuple(part.up.shape[0] for part in _parts(experts)), _first(experts)
     groups = parts if isinstance(experts, tuple) else parts[0]
-    # The kernels of adapters are others, for narrow matrices.
-    products = (
+    products = [
         Product("outer", rows.shape[0], (matrices.shape[1], matrices.shape[2]), groups, (rows.dtype, rows.dtype), dtype)
         for matrices in (first.up, first.down)
-    )
-    return first.has_adapters or reads_tail(products)
+    ]
+    # The kernels of adapters are others, for narrow matrices.
+    return ["cuda", "tpu"] if first.has_adapters else platforms_reading_tail(products)
 
 
 def _fused_gradients(
@@ -358,13 +361,13 @@ def _fused_gradients(
     sums_dtype: DType,
     again: Callable[[Array], Experts | ExpertParts] | None = None,
 ) -> tuple[Rows, Float[Array, "A 1"], Experts | ExpertParts]:
-    from jax_moe_lb.kernels import mosaic_ffn
+    from jax_moe_lb.kernels import fused_ffn
 
     experts = jax.tree.map(usual_layout, experts)
     if batch.products is not None and len(batch.products) == 1 and _first(experts).is_fused:
         batch = batch._replace(products=tuple(jnp.split(batch.products[0], 2, -1)))
     rebuilt = None if again is None else lambda after: _parts(jax.tree.map(usual_layout, again(after)))
-    of_rows, of_weights, of_kinds = mosaic_ffn.gradients(batch, _parts(experts), groups, sums_dtype, rebuilt)
+    of_rows, of_weights, of_kinds = fused_ffn.gradients(batch, _parts(experts), groups, sums_dtype, rebuilt)
     kinds = {kind: parts if isinstance(experts, tuple) else parts[0] for kind, parts in of_kinds.items()}
     of_experts = _with_kinds(experts, kinds)
     return of_rows, of_weights, of_experts if sums is None else jax.tree.map(jnp.add, sums, of_experts)

@@ -111,8 +111,6 @@ class _Place(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """Shared memory of a program, and its barriers."""
-
     rows: Ref
     others: Ref
     results: Ref
@@ -123,8 +121,6 @@ class _Scratch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Kernel:
-    """Static description of a kernel, and the programs of its warpgroups."""
-
     num_rows: int
     widths: tuple[int, int]
     num_others: int

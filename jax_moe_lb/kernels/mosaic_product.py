@@ -5,10 +5,10 @@ kernel multiplies rows with the matrices of several kinds, or sums the products 
 elementwise functions of the products before they are stored.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax.tree_util import PyTreeDef
 from jaxtyping import Array, Float
 
 from jax_moe_lb.core.types import DType, GroupSizes, Ref
+from jax_moe_lb.kernels.fused_products import Epilogue, Factor, Results, Term, store_products
 from jax_moe_lb.kernels.mosaic_api import (
     CONSUMER_REGISTERS,
     CONSUMERS,
@@ -52,43 +53,6 @@ MAX_STAGES = 4
 """Most steps in shared memory at a time."""
 
 
-class Factor(NamedTuple):
-    """Matrices of all groups in parts, or a slice of their width `F`."""
-
-    parts: tuple[Array, ...]  # `[G, I, O]`, or `[G, O, I]` if transposed: matrices of consecutive groups
-    offset: int = 0  # first entry of the slice, along the last dimension; a multiple of 64, 0 by default
-
-
-class Term(NamedTuple):
-    """Rows and the matrices to multiply them with, one factor per accumulator."""
-
-    rows: Float[Array, "A I"]  # `[A, I]`
-    factors: tuple[Factor, ...]  # factors with `O` columns
-
-
-class Epilogue(NamedTuple):
-    """Elementwise function of the products of all accumulators."""
-
-    # Function of float32 tiles: the products, the tiles of `operands`, and the row weights, which are `None` without
-    # `weights`. It returns the results, and a tile to sum over columns or `None`.
-    compute: Callable[[list[Array], list[Array], Any], tuple[list[Array], Any]]
-    num_results: int = 1  # number of results
-    operands: tuple[Float[Array, "A O"], ...] = ()  # arrays `[A, O]` read at the places of the products
-    weights: Float[Array, "A"] | None = None  # one for each row; `None` (default) for none
-    has_sums: bool = False  # if True, the function returns a tile to sum
-
-
-def _store_products(products: list[Array], operands: list[Array], weights: Array | None) -> tuple[list[Array], Any]:
-    return products, None
-
-
-class Results(NamedTuple):
-    """Results of an epilogue."""
-
-    arrays: tuple[Float[Array, "A O"], ...]  # `[A, O]` in the dtype of the rows; rows of no group are not written
-    sums: Float[Array, "A"] | None  # sums over columns, undefined for rows of no group; `None` without sums
-
-
 def products(
     terms: Sequence[Term],
     width: int,
@@ -101,7 +65,7 @@ def products(
     """Sum the products of terms and apply an epilogue."""
     # Rows beyond the last group affect no others.
     num_accumulators = len(terms[0].factors)
-    epilogue = epilogue or Epilogue(_store_products, num_accumulators)
+    epilogue = epilogue or Epilogue(store_products, num_accumulators)
     rows = terms[0].rows
     tiles = row_tiles(group_sizes, ROWS, rows.shape[0])
     offsets = tuple(tuple(factor.offset for factor in term.factors) for term in terms)
@@ -147,13 +111,10 @@ def product(
 
 
 def _result_bytes(dtype: DType, has_sums: bool) -> int:
-    """Return the bytes of two buffers for stored columns per consumer, and of sums over columns."""
     return 2 * CONSUMERS * CONSUMER_ROWS * STORED * jnp.dtype(dtype).itemsize + SUM_BYTES * has_sums
 
 
 class _Operands(NamedTuple):
-    """References of all operands."""
-
     terms: list[tuple[Ref, Sequence[Sequence[Ref]]]]
     extras: list[Ref]
     weights: Ref | None
@@ -161,8 +122,6 @@ class _Operands(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """Shared memory of a program, and its barriers."""
-
     rows: Ref
     matrices: list[Ref]
     results: Ref
@@ -173,8 +132,6 @@ class _Scratch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Kernel:
-    """Static description of a kernel, and the programs of its warpgroups."""
-
     form: PyTreeDef
     num_operands: int
     offsets: tuple[tuple[int, ...], ...]
@@ -194,12 +151,10 @@ class _Kernel:
 
     @property
     def num_columns(self) -> int:
-        """Number of column tiles."""
         return pl.cdiv(self.width, self.columns)
 
     @property
     def steps(self) -> int:
-        """Number of steps of a tile."""
         return sum(self.depths) // DEPTH
 
     def run(self, *refs: Ref) -> None:
@@ -268,7 +223,6 @@ class _Kernel:
         k: Array,
         _: None,
     ) -> None:
-        """Copy the rows and the matrices of one step."""
         stage = jax.lax.rem(before + k, self.stages)
         pl.when(before + k >= self.stages)(lambda: mosaic_gpu.barrier_wait(scratch.empty.at[stage]))
         full, depth = scratch.full.at[stage], pl.multiple_of(k * DEPTH, DEPTH)

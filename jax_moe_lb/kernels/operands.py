@@ -1,5 +1,6 @@
 """Operands of grouped products: groups of rows, rows of a backward pass, and zeros beyond the last group."""
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import jax
@@ -41,14 +42,15 @@ class BackwardRows(NamedTuple):
     products: tuple[Float[Array, "A _"], ...] | None = None
 
 
-def clear_tail(rows: Rows, group_sizes: GroupSizes, *, are_results: bool = False, reads_tail: bool = True) -> Rows:
-    """Set the rows beyond the last group to 0, as far as `grouped_outer` reads them; on GPUs only if it does."""
+def clear_tail(
+    rows: Rows, group_sizes: GroupSizes, *, are_results: bool = False, on: Collection[str] = ("cuda", "tpu")
+) -> Rows:
+    """Set the rows beyond the last group to 0 on platforms whose `grouped_outer` reads them, as far as it does."""
     # Kernels mask these rows by a product with 0, which propagates the NaN of uninitialized rows.
-    on_tpu = _clear_all if are_results else _clear_rest
+    clear = {"cuda": _clear_tile, "tpu": _clear_all if are_results else _clear_rest}
     return jax.lax.platform_dependent(
         *vary_alike((rows, group_sizes)),
-        cuda=_clear_tile if reads_tail else lambda rows, group_sizes: rows,
-        tpu=on_tpu,
+        **{platform: clear[platform] for platform in on},
         default=lambda rows, group_sizes: rows,
     )
 

@@ -18,6 +18,7 @@ from jax_moe_lb.core.types import Carry, DType, GroupSizes, Rows, wide_dtype
 from jax_moe_lb.kernels.grouped_ffn import (
     ExpertParts,
     Products,
+    fuses,
     grouped_ffn,
     grouped_ffn_gradients,
     grouped_ffn_with_products,
@@ -106,6 +107,9 @@ class Slots(NamedTuple):
         if self.home.gate is None or self.home.has_adapters or not _is_accelerator():
             return False
         parts = (self.home,) if self.replicas is None else (self.home, self.replicas)
+        # Their kernels read rows once for both, and write one gradient of rows.
+        if fuses(rows, parts if len(parts) > 1 else self.home):
+            return False
         copied = jax.tree.leaves([(part.up, part.gate) for part in parts])
         copied_bytes = 0 if self.are_joined else 2 * sum(leaf.nbytes for leaf in copied)
         # Unfused, the rows are read once more for the forward products and once more for the weight gradients. Both

@@ -29,11 +29,11 @@ def outer_of(name, platform=None):
     return outer
 
 
-def on_cuda(name):
-    """Return the products of NVIDIA GPUs by a backend, which must be their default."""
+def on_platform(name, platform="cuda"):
+    """Return the products of a platform by a backend, which must be its default."""
 
     def by_backend(product, *operands, sums=None):
-        return _backend(name, product, "cuda")(product, *operands, sums)
+        return _backend(name, product, platform)(product, *operands, sums)
 
     return by_backend
 

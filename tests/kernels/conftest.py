@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu
 
 from jax_moe_lb.kernels import backends
 
-INTERPRETED = ["test_hopper_ffn.py", "test_hopper_kernels.py"]
+INTERPRETED = ["test_fused_ffn.py", "test_hopper_kernels.py"]
 
 collect_ignore = [] if hasattr(mosaic_gpu, "force_gpu_interpret_mode") else INTERPRETED
 

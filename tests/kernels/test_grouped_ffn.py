@@ -68,7 +68,7 @@ def ragged_products(monkeypatch):
     monkeypatch.setattr(
         op,
         "clear_tail",
-        lambda rows, group_sizes, *, are_results=False, reads_tail=True: (_clear_all if are_results else _clear_rest)(
+        lambda rows, group_sizes, *, are_results=False, on=(): (_clear_all if are_results else _clear_rest)(
             rows, group_sizes
         ),
     )

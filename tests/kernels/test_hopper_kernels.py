@@ -19,7 +19,7 @@ from tests.kernels.backend_cases import (
     check_gradients,
     make_operands,
     matmul_of,
-    on_cuda,
+    on_platform,
     outer_of,
     sums_by_group,
 )
@@ -131,7 +131,7 @@ def test_narrow_operands_are_padded():
 
 @pytest.mark.slow
 def test_gradients(monkeypatch):
-    monkeypatch.setattr(op, "_by_platform", on_cuda(KERNEL))
+    monkeypatch.setattr(op, "_by_platform", on_platform(KERNEL))
     check_gradients(SIZES["uneven"], NUM_ROWS, run)
 
 

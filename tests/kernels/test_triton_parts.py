@@ -16,7 +16,7 @@ from jax_moe_lb.kernels.grouped_ffn import takes_parts
 from jax_moe_lb.kernels.operands import BackwardRows, RowGroups
 from jax_moe_lb.transport import slot_weights
 from tests.adapters import with_adapters
-from tests.kernels.backend_cases import draw, on_cuda, split_experts
+from tests.kernels.backend_cases import draw, on_platform, split_experts
 from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 from tests.marks import parametrize
 
@@ -40,7 +40,7 @@ def with_kernels_of_gpus(monkeypatch):
     """Use the products of an NVIDIA GPU, in the interpreter."""
     on_gpu(monkeypatch)
     monkeypatch.setattr(pallas, "pallas_call", partial(pallas.pallas_call, interpret=True))
-    monkeypatch.setattr(products, "_by_platform", on_cuda("Triton kernel"))
+    monkeypatch.setattr(products, "_by_platform", on_platform("Triton kernel"))
 
 
 def make_experts(fused=False, biased=False, widths=(WIDTH, INNER), dtype=jnp.bfloat16):

@@ -9,7 +9,14 @@ import pytest
 from jax_moe_lb.kernels import backends as grouped_kernels
 from jax_moe_lb.kernels import grouped_matmul as op
 from jax_moe_lb.kernels.triton_product import NEIGHBORS, PRODUCT
-from tests.kernels.backend_cases import assert_products, check_gradients, make_operands, matmul_of, on_cuda, rejected
+from tests.kernels.backend_cases import (
+    assert_products,
+    check_gradients,
+    make_operands,
+    matmul_of,
+    on_platform,
+    rejected,
+)
 from tests.marks import parametrize
 
 pytestmark = pytest.mark.usefixtures("triton_interpreted")
@@ -64,7 +71,7 @@ def test_more_tiles_than_neighbors():
 
 @pytest.mark.slow
 def test_gradients(monkeypatch):
-    monkeypatch.setattr(op, "_by_platform", on_cuda(TRITON))
+    monkeypatch.setattr(op, "_by_platform", on_platform(TRITON))
     check_gradients(SIZES["uneven"], 320, lambda function, *operands: function(*operands), WIDTHS)
 
 

@@ -1,4 +1,6 @@
-"""Feed-forward networks of experts for Hopper: activations, their gradients and row weights inside grouped products.
+"""Networks of experts whose activations, their gradients and row weights are inside grouped products.
+
+`mosaic_product` and `mosaic_outer` have the kernels for Hopper, `tpu_products` has them for TPUs.
 
 The kernel multiplies rows with `up` and gate at once and activates the products before it stores them. In the backward
 pass one kernel computes the gradients of hidden activations, and from these the gradients of both products and of the
@@ -8,19 +10,19 @@ activated.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.backend import get_default_device
 from jax.extend.core import ClosedJaxpr, Literal
 from jaxtyping import Array, Float
 
 from jax_moe_lb.core.experts import Experts, swiglu
 from jax_moe_lb.core.manual_axes import unvarying_call, vary_alike
-from jax_moe_lb.core.schedule import in_order_on_cuda
+from jax_moe_lb.core.schedule import in_order
 from jax_moe_lb.core.types import DType, GroupSizes, Rows
-from jax_moe_lb.kernels.mosaic_outer import outer
-from jax_moe_lb.kernels.mosaic_product import Epilogue, Factor, Term, products
+from jax_moe_lb.kernels.fused_products import Epilogue, Factor, Results, Term
 from jax_moe_lb.kernels.operands import BackwardRows, RowGroups
 
 Parts = tuple[Experts, ...]
@@ -54,7 +56,7 @@ def gradients(
     last = experts if again is None else again(of_products[0])
     of_rows = row_gradients(of_products, last, group_sizes)
     # The other gradients of weights come last: the gradients of the rows travel meanwhile.
-    of_rows, (rows, of_products) = in_order_on_cuda(of_rows, (rows, of_products))
+    of_rows, (rows, of_products) = in_order(of_rows, (rows, of_products))
     if experts[0].is_fused:
         return of_rows, of_weights, of_kinds | {"up": outers(rows, of_products)}
     kinds = zip(("up", "gate"), of_products, strict=False)
@@ -72,8 +74,8 @@ def hidden_and_products(
 
     def compute(rows: Rows, experts: Parts, group_sizes: GroupSizes) -> tuple[Array, ...]:
         term, epilogue = Term(rows, _inner_factors(experts)), Epilogue(activate, 1 + count * keeps_products)
-        width = experts[0].down.shape[1]
-        return products([term], width, group_sizes, transposed=False, epilogue=epilogue, name="grouped_hidden").arrays
+        width, run = experts[0].down.shape[1], _kernels().products
+        return run([term], width, group_sizes, transposed=False, epilogue=epilogue, name="grouped_hidden").arrays
 
     hidden, *kept = _call(compute, rows, experts, group_sizes)
     return hidden, tuple(kept)
@@ -84,7 +86,7 @@ def inner_products(rows: Rows, experts: Parts, group_sizes: GroupSizes) -> Produ
 
     def compute(rows: Rows, experts: Parts, group_sizes: GroupSizes) -> Products:
         term, width = Term(rows, _inner_factors(experts)), experts[0].down.shape[1]
-        return products([term], width, group_sizes, transposed=False, name="grouped_inner").arrays
+        return _kernels().products([term], width, group_sizes, transposed=False, name="grouped_inner").arrays
 
     return _call(compute, rows, experts, group_sizes)
 
@@ -104,8 +106,8 @@ def activation_gradients(
     def compute(kept: Products, weights: Array, experts: Parts, group_sizes: GroupSizes, upstream: Rows) -> Any:
         term = Term(upstream, (Factor(tuple(part.down for part in experts)),))
         epilogue = Epilogue(pull_back, count + 1, kept, weights[:, 0].astype(jnp.float32), has_sums=True)
-        width, name = kept[0].shape[1], "grouped_activation_gradients"
-        results = products([term], width, group_sizes, transposed=True, epilogue=epilogue, name=name)
+        width, name, run = kept[0].shape[1], "grouped_activation_gradients", _kernels().products
+        results = run([term], width, group_sizes, transposed=True, epilogue=epilogue, name=name)
         assert results.sums is not None
         return results.arrays[:count], results.arrays[count], results.sums[:, None].astype(weights.dtype)
 
@@ -118,8 +120,8 @@ def row_gradients(of_products: Products, experts: Parts, group_sizes: GroupSizes
     def compute(of_products: Products, experts: Parts, group_sizes: GroupSizes) -> Rows:
         factors = _inner_factors(experts)
         terms = [Term(rows, (factor,)) for rows, factor in zip(of_products, factors, strict=True)]
-        width = experts[0].down.shape[2]
-        return products(terms, width, group_sizes, transposed=True, name="grouped_row_gradients").arrays[0]
+        width, run = experts[0].down.shape[2], _kernels().products
+        return run(terms, width, group_sizes, transposed=True, name="grouped_row_gradients").arrays[0]
 
     return _call(compute, of_products, experts, group_sizes)
 
@@ -130,9 +132,25 @@ def weight_gradients(
     """Return `rows.T @ others` per group, in parts; several arrays are neighboring columns of one result."""
 
     def compute(rows: Rows, others: Products, groups: RowGroups) -> tuple[Array, ...]:
-        return outer(rows, others, groups, parts=parts, dtype=dtype)
+        return _kernels().outer(rows, others, groups, parts=parts, dtype=dtype)
 
     return _call(compute, rows, others, groups)
+
+
+class _Kernels(NamedTuple):
+    products: Callable[..., Results]
+    outer: Callable[..., Any]
+
+
+def _kernels() -> _Kernels:
+    # Imported lazily: the compilers of kernels are not part of every installation.
+    if get_default_device().platform == "tpu":
+        from jax_moe_lb.kernels import tpu_products
+
+        return _Kernels(tpu_products.products, tpu_products.outer)
+    from jax_moe_lb.kernels import mosaic_outer, mosaic_product
+
+    return _Kernels(mosaic_product.products, mosaic_outer.outer)
 
 
 def _activation(experts: Experts) -> Callable[..., Array]:
@@ -184,7 +202,6 @@ def _evaluate(traced: ClosedJaxpr, *operands: Any) -> list[Any]:
 
 
 def _inside(equation: Any) -> ClosedJaxpr | None:
-    """Return the function called by an equation."""
     found = [value for value in equation.params.values() if isinstance(value, ClosedJaxpr)]
     return found[0] if found else None
 

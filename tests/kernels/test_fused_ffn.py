@@ -1,4 +1,4 @@
-"""Networks of experts by the kernels for Hopper, in the interpreter of Mosaic GPU."""
+"""Networks of experts by kernels with activations inside, for Hopper and for TPUs, in interpreters."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -8,39 +8,43 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental import pallas
 from jax.experimental.pallas import mosaic_gpu
 
+from jax_moe_lb.core import tpu_vectors
 from jax_moe_lb.core.experts import ClampedSwiGLU, Experts, dense_ffn, geglu, gelu_exact, relu_squared
-from jax_moe_lb.kernels import backends, grouped_ffn, grouped_matmul, mosaic_api, mosaic_ffn
-from jax_moe_lb.kernels.backends import HOPPER, choose_backend, prefer_backend
-from jax_moe_lb.kernels.mosaic_ffn import can_activate
+from jax_moe_lb.kernels import backends, fused_ffn, grouped_ffn, grouped_matmul, mosaic_api, tpu_products
+from jax_moe_lb.kernels.backends import HOPPER, prefer_backend
+from jax_moe_lb.kernels.fused_ffn import can_activate
 from jax_moe_lb.kernels.operands import BackwardRows, RowGroups
-from tests.kernels.backend_cases import draw, split_experts
+from tests.kernels.backend_cases import draw, on_platform, split_experts
 from tests.marks import parametrize
 
 NUM_ROWS, HIDDEN = 136, 128
 PARTS = (slice(2), slice(2, 4))
 apart = partial(split_experts, parts=PARTS)
 SIZES = {"uneven": (40, 0, 0, 63), "one hot": (0, 0, 128, 0), "no rows": (0, 0, 0, 0)}
-DEVICE = SimpleNamespace(platform="gpu", compute_capability=HOPPER, core_count=2)
+HOPPER_GPU = SimpleNamespace(platform="gpu", compute_capability=HOPPER, core_count=2)
+TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite", num_cores=1)
+KERNELS = {"Hopper kernel": ("cuda", HOPPER_GPU), "Pallas kernel": ("tpu", TPU)}
 
 
-def by_kernel(product, *operands, sums=None):
-    """Take the kernel of a GPU on a CPU."""
-    return choose_backend(product, "cuda").backend(product, *operands, sums)
-
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    for module in (backends, mosaic_api):
-        monkeypatch.setattr(module, "get_default_device", lambda: DEVICE)
-    for module in (backends, mosaic_ffn):
+@pytest.fixture(params=KERNELS, autouse=True)
+def kernel(request, monkeypatch):
+    platform, device = KERNELS[request.param]
+    for module in (backends, mosaic_api, fused_ffn, tpu_products, tpu_vectors):
+        monkeypatch.setattr(module, "get_default_device", lambda: device)
+    for module in (backends, fused_ffn):
         # The effects of the interpreter do not pass this primitive, which has none.
         monkeypatch.setattr(module, "unvarying_call", lambda function, *operands: function(*operands))
-    monkeypatch.setattr(grouped_ffn, "_on_cuda", lambda fused, other, *operands: fused(*operands))
-    monkeypatch.setattr(grouped_matmul, "_by_platform", by_kernel)
-    with mosaic_gpu.force_gpu_interpret_mode(mosaic_gpu.InterpretGPUParams()), prefer_backend("Hopper kernel"):
-        yield
+    monkeypatch.setattr(grouped_ffn, "_on_device", lambda fused, other, *operands: fused(*operands))
+    monkeypatch.setattr(grouped_matmul, "_by_platform", on_platform(request.param, platform))
+    if platform == "tpu":
+        monkeypatch.setattr(pallas, "pallas_call", partial(pallas.pallas_call, interpret=True))
+        yield request.param
+        return
+    with mosaic_gpu.force_gpu_interpret_mode(mosaic_gpu.InterpretGPUParams()), prefer_backend(request.param):
+        yield request.param
     gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
@@ -125,8 +129,8 @@ def test_activations_inside_kernels(options, want):
     assert can_activate(make_experts(**options)) == want
 
 
-def test_what_is_not_fused():
+def test_what_is_not_fused(kernel):
     rows = draw(NUM_ROWS, HIDDEN, seed=0)
     assert not grouped_ffn.fuses(rows, make_experts(gated=False, activation=gelu_exact))
     assert not grouped_ffn.fuses(rows.astype(jnp.float32), make_experts(dtype=jnp.float32))
-    assert not grouped_ffn.fuses(rows[:132], make_experts())
+    assert grouped_ffn.fuses(rows[:132], make_experts()) == (kernel == "Pallas kernel")

@@ -1,0 +1,381 @@
+"""Pallas kernels for TPUs: grouped products with an epilogue, and the gradients of their matrices.
+
+XLA's `ragged_dot` reads all matrices from one array. Its tiles need not divide the width: of 768 columns it multiplies
+640 twice. These kernels read and write matrices in parts, of home experts and of replicas, transposed or not, in tiles
+that divide the width into equal numbers of vectors.
+
+A step of the grid multiplies the rows of one group in one tile of rows. Steps are in the order of rows, so the results
+of a tile with several groups, and the sums of a group over its tiles, stay in vector memory until they are complete.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.extend.backend import get_default_device
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from jax_moe_lb.core.tpu_vectors import LANES, tile_rows
+from jax_moe_lb.core.types import DType, GroupSizes, Ref, iota
+from jax_moe_lb.kernels.fused_products import Epilogue, Factor, Results, Term, store_products
+from jax_moe_lb.kernels.operands import RowGroups
+
+TILE_BYTES = 36 * 2**20
+"""Vector memory for two tiles of each operand and result, and for sums."""
+
+LIMIT_BYTES = 56 * 2**20
+"""Vector memory of a kernel, with values between operations. A core has at least 64 MB."""
+
+
+class Visits(NamedTuple):
+    """Steps of a grid, and rows per group."""
+
+    group: Int[Array, "V"]  # group of a step
+    tile: Int[Array, "V"]  # tile of rows of a step
+    starts: Int[Array, "S"]  # first row of a group
+    ends: Int[Array, "S"]  # end of the rows
+
+
+def visits_of(
+    group_sizes: GroupSizes, num_rows: int, is_cleared: Bool[Array, "S"] | None = None
+) -> tuple[Visits, Array]:
+    """Return the steps over the tiles of all groups with rows or with `is_cleared`, and their number."""
+    size, num_groups = tile_rows(), group_sizes.shape[0]
+    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+    starts = ends - group_sizes
+    first = jax.lax.div(starts, jnp.int32(size))
+    without_rows = 0 if is_cleared is None else is_cleared.astype(jnp.int32)
+    count = jnp.where(group_sizes > 0, jax.lax.div(ends - 1, jnp.int32(size)) - first + 1, without_rows)
+    until, step = jnp.cumsum(count, dtype=jnp.int32), iota(pl.cdiv(num_rows, size) + num_groups)[:, None]
+    group = jnp.minimum((until[None] <= step).sum(1, dtype=jnp.int32), num_groups - 1)
+    # A sum in place of a gather, which takes a TPU longer.
+    is_mine = group[:, None] == iota(num_groups)[None]
+    tile = jnp.where(is_mine, (first + count - until)[None] + step, 0).sum(1, dtype=jnp.int32)
+    return Visits(group, jnp.clip(tile, 0, pl.cdiv(num_rows, size) - 1), starts, ends), until[-1]
+
+
+def products(
+    terms: Sequence[Term],
+    width: int,
+    group_sizes: GroupSizes,
+    *,
+    transposed: bool,
+    epilogue: Epilogue | None = None,
+    name: str = "grouped_product",
+) -> Results:
+    """Sum the products of terms and apply an epilogue."""
+    # Rows beyond the last group affect no others.
+    epilogue = epilogue or Epilogue(store_products, len(terms[0].factors))
+    kernel, num_rows = _Product.of(terms, width, transposed, epilogue), terms[0].rows.shape[0]
+    terms = [kernel.sliced(term) for term in terms]
+    weights = None if epilogue.weights is None else epilogue.weights[:, None]
+    operands = [(term.rows, [one.parts for one in term.factors]) for term in terms], epilogue.operands, weights
+    shapes: list[Any] = [((num_rows, width), terms[0].rows.dtype)] * epilogue.num_results
+    if epilogue.has_sums:
+        shapes.append(((kernel.num_tiles, num_rows, LANES), jnp.float32))
+    visits, total = visits_of(group_sizes, num_rows)
+    sizes = num_rows, sum(term.rows.shape[1] for term in terms), width * len(terms[0].factors)
+    grid = kernel.num_tiles, total
+    results = _launch(kernel.step, grid, visits, operands, kernel.tiles(terms), shapes, name, sizes)
+    if not epilogue.has_sums:
+        return Results(tuple(results), None)
+    *arrays, sums = results
+    return Results(tuple(arrays), sums[:, :, 0].sum(0))
+
+
+def product(
+    rows: Float[Array, "A I"], *parts: Float[Array, "_ _ _"], group_sizes: GroupSizes, transposed: bool
+) -> Float[Array, "A O"]:
+    """Compute `grouped_matmul`."""
+    # Rows beyond the last group affect no others, and their products are not written.
+    width = parts[0].shape[1 if transposed else 2]
+    return products([Term(rows, (Factor(parts),))], width, group_sizes, transposed=transposed).arrays[0]
+
+
+def outer(
+    rows: Float[Array, "A I"],
+    others: Float[Array, "A O"] | tuple[Float[Array, "A _"], ...],
+    groups: RowGroups,
+    *,
+    parts: tuple[int, ...],
+    dtype: DType,
+    name: str = "grouped_outer",
+) -> tuple[Float[Array, "_ I O"], ...]:
+    """Compute `grouped_outer`; several arrays `others` are neighboring columns. Rows beyond the groups may be NaN."""
+    given, (num_rows, inner) = others if isinstance(others, tuple) else (others,), rows.shape
+    kernel = _Outer.of(rows, given, parts, dtype)
+    visits, total = visits_of(groups.sizes, num_rows, groups.has_sums)
+    shapes = [((count, inner, kernel.width), dtype) for count in parts]
+    grid, sizes = (*kernel.num_tiles, total), (num_rows, inner, kernel.width)
+    return tuple(_launch(kernel.step, grid, visits, (rows, given), kernel.tiles(), shapes, name, sizes))
+
+
+class _Tiles(NamedTuple):
+    operands: PyTree
+    results: list[Any]
+    scratch: tuple[Any, ...] = ()
+
+
+def _launch(
+    step: Callable[..., None],
+    grid: tuple[Any, ...],
+    visits: Visits,
+    operands: PyTree,
+    tiles: _Tiles,
+    shapes: Sequence[tuple[tuple[int, ...], DType]],
+    name: str,
+    sizes: tuple[int, int, int],
+) -> list[Array]:
+    """Run a kernel; a step takes the visits, the operands as given, the results and the scratch memory."""
+    leaves, form = jax.tree.flatten(operands)
+    varies = jax.typeof(leaves[0]).manual_axis_type
+    results = [jax.ShapeDtypeStruct(*one, manual_axis_type=varies) for one in shapes]
+    nbytes = sum(one.size * one.dtype.itemsize for one in (*leaves, *results))
+
+    def run(*refs: Ref) -> None:
+        first, last = len(visits), len(visits) + len(leaves)
+        step(Visits(*refs[:first]), jax.tree.unflatten(form, refs[first:last]), *refs[last:])
+
+    call: Any = pl.pallas_call(
+        run,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(visits),
+            grid=grid,
+            in_specs=jax.tree.leaves(tiles.operands),
+            out_specs=tiles.results,
+            scratch_shapes=tiles.scratch,
+        ),
+        out_shape=results,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=(pltpu.PARALLEL, *[pltpu.ARBITRARY] * (len(grid) - 1)), vmem_limit_bytes=LIMIT_BYTES
+        ),
+        # By its cost, the compiler decides which exchanges run beside the kernel.
+        cost_estimate=pl.CostEstimate(flops=2 * math.prod(sizes), bytes_accessed=nbytes, transcendentals=0),
+        # `aot` reads the sizes.
+        name=f"{name}_{'x'.join(map(str, sizes))}",
+    )
+    return list(call(*visits, *leaves))
+
+
+@dataclass(frozen=True, eq=False)
+class _Product:
+    rows: int  # rows of a tile
+    columns: int  # columns of a tile
+    width: int
+    groups: tuple[int, ...]  # groups per part
+    transposed: bool
+    epilogue: Epilogue
+
+    @classmethod
+    def of(cls, terms: Sequence[Term], width: int, transposed: bool, epilogue: Epilogue) -> "_Product":
+        rows, itemsize = tile_rows(), terms[0].rows.dtype.itemsize
+        depths = [term.rows.shape[1] for term in terms]
+        matrices = sum(len(factor.parts) * term.rows.shape[1] for term in terms for factor in term.factors)
+        results = rows * (len(epilogue.operands) + epilogue.num_results)
+
+        def nbytes(columns: int) -> int:
+            return 2 * itemsize * (rows * sum(depths) + columns * (matrices + results))
+
+        columns = next(
+            size for size in _tile_widths(width, _num_cores()) if nbytes(size) <= TILE_BYTES or size <= LANES
+        )
+        groups = tuple(part.shape[0] for part in terms[0].factors[0].parts)
+        return cls(rows, columns, width, groups, transposed, epilogue)
+
+    @property
+    def num_tiles(self) -> int:
+        return pl.cdiv(self.width, self.columns)
+
+    def tiles(self, terms: Sequence[Term]) -> _Tiles:
+        of_results = pl.BlockSpec((self.rows, self.columns), lambda j, v, group, tile, *_: (tile[v], j))
+        of_sums = pl.BlockSpec((1, self.rows, LANES), lambda j, v, group, tile, *_: (j, tile[v], 0))
+        of_weights = None if self.epilogue.weights is None else _of_rows(self.rows, 1)
+        operands = list(map(self._of_term, terms)), [of_results] * len(self.epilogue.operands), of_weights
+        return _Tiles(operands, [of_results] * self.epilogue.num_results + [of_sums] * self.epilogue.has_sums)
+
+    def sliced(self, term: Term) -> Term:
+        """Return a term whose slices begin at tiles; others are copied."""
+        length, block = (term.rows.shape[1],) * 2 if self.transposed else (self.width, self.columns)
+
+        def aligned(factor: Factor) -> Factor:
+            if factor.parts[0].shape[2] == length or (block % LANES == 0 and factor.offset % block == 0):
+                return factor
+            return Factor(tuple(part[:, :, factor.offset : factor.offset + length] for part in factor.parts))
+
+        return Term(term.rows, tuple(map(aligned, term.factors)))
+
+    def _of_term(self, term: Term) -> PyTree:
+        depth = term.rows.shape[1]
+
+        def of_part(factor: Factor, before: int, count: int) -> Any:
+            # Steps of other parts keep the tile, which then is not copied once more.
+            def at(j: Array, v: Array, group: Ref, *_: Ref) -> tuple[Any, ...]:
+                index = jnp.clip(group[v] - before, 0, count - 1)
+                if self.transposed:
+                    return index, j, factor.offset // depth
+                return index, 0, j + factor.offset // self.columns
+
+            return pl.BlockSpec((1, self.columns, depth) if self.transposed else (1, depth, self.columns), at)
+
+        parts = list(zip(_starts(self.groups), self.groups, strict=True))
+        return _of_rows(self.rows, depth), [[of_part(factor, *part) for part in parts] for factor in term.factors]
+
+    def step(self, visits: Visits, operands: PyTree, *outs: Ref) -> None:
+        terms, extras, weights = operands
+        v, shape = pl.program_id(1), (self.rows, self.columns)
+        inside = _inside(visits, v, shape)
+
+        def compute(part: int) -> None:
+            numbers = range(len(terms[0][1]))
+            values = [_sum([self._multiply(rows, factors[n][part]) for rows, factors in terms]) for n in numbers]
+            loaded = [extra[...].astype(jnp.float32) for extra in extras]
+            of_rows = None if weights is None else jnp.broadcast_to(weights[...], shape)
+            results, summand = self.epilogue.compute(values, loaded, of_rows)
+            for result, out in zip(results, outs, strict=False):
+                kept = out[...].astype(jnp.float32)
+                out[...] = jnp.where(inside, result, kept).astype(out.dtype)
+            if self.epilogue.has_sums:
+                self._store_sums(summand, inside, outs[-1])
+
+        _for_part(visits.group[v], self.groups, compute)
+
+    def _multiply(self, rows: Ref, matrices: Ref) -> Array:
+        over = (((1,), (1 if self.transposed else 0,)), ((), ()))
+        return jax.lax.dot_general(rows[...], matrices[0], over, preferred_element_type=jnp.float32)
+
+    def _store_sums(self, summand: Array, inside: Array, out: Ref) -> None:
+        if self.width % self.columns:
+            column = pl.program_id(0) * self.columns + jax.lax.broadcasted_iota(jnp.int32, summand.shape, 1)
+            summand = jnp.where(column < self.width, summand, 0)
+        sums = jnp.broadcast_to(jnp.sum(summand, axis=1, keepdims=True), out.shape[1:])
+        out[0] = jnp.where(inside[:, :1], sums, out[0])
+
+
+@dataclass(frozen=True, eq=False)
+class _Outer:
+    rows: int  # rows of a tile of the operands
+    tile: tuple[int, int]  # tile of the result
+    widths: tuple[int, int]  # width of the rows, and of each of the others
+    num_others: int
+    groups: tuple[int, ...]  # groups per part
+
+    @classmethod
+    def of(cls, rows: Array, others: tuple[Array, ...], parts: tuple[int, ...], dtype: DType) -> "_Outer":
+        size, itemsize, widths = tile_rows(), rows.dtype.itemsize, (rows.shape[1], others[0].shape[1])
+
+        def nbytes(tile: tuple[int, int]) -> int:
+            of_results = 4 + 2 * len(parts) * jnp.dtype(dtype).itemsize
+            return tile[0] * tile[1] * of_results + 2 * itemsize * size * (tile[0] + tile[1] * len(others))
+
+        left, right = _tile_widths(widths[0], _num_cores()), _tile_widths(widths[1])
+        tile = next(left), next(right)
+        while nbytes(tile) > TILE_BYTES and max(tile) > LANES:
+            tile = (next(left), tile[1]) if tile[0] >= tile[1] else (tile[0], next(right))
+        return cls(size, tile, widths, len(others), parts)
+
+    @property
+    def width(self) -> int:
+        return self.widths[1] * self.num_others
+
+    @property
+    def num_tiles(self) -> tuple[int, int]:
+        return pl.cdiv(self.widths[0], self.tile[0]), self.num_others * self.num_columns
+
+    @property
+    def num_columns(self) -> int:
+        return pl.cdiv(self.widths[1], self.tile[1])
+
+    def tiles(self) -> _Tiles:
+        def of_other(n: int) -> Any:
+            def at(i: Array, j: Array, v: Array, group: Ref, tile: Ref, *_: Ref) -> tuple[Any, ...]:
+                mine = j - n * self.num_columns
+                is_read = (mine >= 0) & (mine < self.num_columns)
+                # A tile that is not read stays the same, and is not copied.
+                return jnp.where(is_read, tile[v], 0), jnp.where(is_read, mine, 0)
+
+            return pl.BlockSpec((self.rows, self.tile[1]), at)
+
+        def of_part(before: int, count: int) -> Any:
+            def at(i: Array, j: Array, v: Array, group: Ref, *_: Ref) -> tuple[Any, ...]:
+                return jnp.clip(group[v] - before, 0, count - 1), i, j
+
+            return pl.BlockSpec((1, *self.tile), at)
+
+        of_rows = pl.BlockSpec((self.rows, self.tile[0]), lambda i, j, v, group, tile, *_: (tile[v], i))
+        results = [of_part(before, count) for before, count in zip(_starts(self.groups), self.groups, strict=True)]
+        operands = of_rows, list(map(of_other, range(self.num_others)))
+        return _Tiles(operands, results, (pltpu.VMEM(self.tile, jnp.float32),))
+
+    def step(self, visits: Visits, operands: PyTree, *refs: Ref) -> None:
+        """Add the products of the rows of one group in one tile to the sums."""
+        (rows, others), outs, sums = operands, refs[:-1], refs[-1]
+        v, last = pl.program_id(2), pl.num_programs(2) - 1
+        group = visits.group[v]
+
+        def masked(ref: Ref) -> Array:
+            # Both operands: 0 times the NaN of another group would be NaN.
+            inside = _inside(visits, v, ref.shape)
+            return jnp.where(inside, ref[...].astype(jnp.float32), 0).astype(ref.dtype)
+
+        @pl.when((v == 0) | (visits.group[jnp.maximum(v - 1, 0)] != group))
+        def _() -> None:
+            sums[...] = jnp.zeros_like(sums)
+
+        def add(n: int) -> None:
+            over_rows = (((0,), (0,)), ((), ()))
+            sums[...] += jax.lax.dot_general(
+                masked(rows), masked(others[n]), over_rows, preferred_element_type=jnp.float32
+            )
+
+        _for_part(pl.program_id(1), (self.num_columns,) * self.num_others, add)
+
+        @pl.when((v == last) | (visits.group[jnp.minimum(v + 1, last)] != group))
+        def _() -> None:
+            def write(part: int) -> None:
+                outs[part][0] = sums[...].astype(outs[part].dtype)
+
+            _for_part(group, self.groups, write)
+
+
+def _of_rows(rows: int, width: int) -> Any:
+    return pl.BlockSpec((rows, width), lambda j, v, group, tile, *_: (tile[v], 0))
+
+
+def _num_cores() -> int:
+    """Return the cores of the default device, which share the tiles of the first dimension of a grid."""
+    return getattr(get_default_device(), "num_cores", None) or 1
+
+
+def _tile_widths(width: int, least: int = 1) -> Iterator[int]:
+    """Yield widths of tiles, of which there are at least so many, the largest first: whole vectors, or all."""
+    for number in itertools.count(min(least, pl.cdiv(width, LANES))):
+        yield width if number == 1 else max(1, pl.cdiv(pl.cdiv(width, number), LANES)) * LANES
+
+
+def _inside(visits: Visits, v: Array, shape: tuple[int, int]) -> Array:
+    row = visits.tile[v] * shape[0] + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    group = visits.group[v]
+    return (row >= visits.starts[group]) & (row < visits.ends[group])
+
+
+def _for_part(index: Array, sizes: tuple[int, ...], run: Callable[[int], None]) -> None:
+    if len(sizes) == 1:
+        run(0)
+        return
+    for part, (before, size) in enumerate(zip(_starts(sizes), sizes, strict=True)):
+        pl.when((index >= before) & (index < before + size))(partial(run, part))
+
+
+def _starts(sizes: tuple[int, ...]) -> list[int]:
+    return list(itertools.accumulate(sizes[:-1], initial=0))
+
+
+def _sum(arrays: list[Array]) -> Array:
+    return sum(arrays[1:], start=arrays[0])

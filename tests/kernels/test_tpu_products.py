@@ -1,0 +1,175 @@
+"""Kernels of products for TPUs, interpreted on the CPU; compiled, they run on TPUs only."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas
+
+from jax_moe_lb import Buffers, TopK, Topology, exact
+from jax_moe_lb.core import tpu_vectors
+from jax_moe_lb.kernels import backends, fused_ffn, grouped_ffn, tpu_products
+from jax_moe_lb.kernels import grouped_matmul as op
+from jax_moe_lb.kernels.backends import Product, choose_backend
+from jax_moe_lb.kernels.operands import RowGroups
+from jax_moe_lb.kernels.tpu_products import visits_of
+from jax_moe_lb.transport import slot_weights
+from tests.kernels.backend_cases import (
+    assert_products,
+    check_gradients,
+    make_operands,
+    matmul_of,
+    on_platform,
+    outer_of,
+    sums_by_group,
+)
+from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
+from tests.marks import parametrize
+
+KERNEL = "Pallas kernel"
+NUM_ROWS, PARTS = 300, (3, 2)
+SIZES = {
+    "uneven": (100, 0, 83, 3, 61),
+    "no rows": (0, 0, 0, 0, 0),
+    "one hot": (0, 0, NUM_ROWS, 0, 0),
+    "replicas alone": (0, 0, 0, 200, 0),
+    "ends beside tiles": (127, 1, 128, 0, 8),
+}
+V5E = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite", num_cores=1)
+V5P = SimpleNamespace(platform="tpu", device_kind="TPU v5", num_cores=2)
+V6E = SimpleNamespace(platform="tpu", device_kind="TPU v6 lite", num_cores=1)
+
+
+def on_tpu(monkeypatch, device):
+    """Pretend that a TPU is the default device."""
+    for module in (backends, tpu_products, tpu_vectors, fused_ffn):
+        monkeypatch.setattr(module, "get_default_device", lambda: device)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    monkeypatch.setattr(pallas, "pallas_call", partial(pallas.pallas_call, interpret=True))
+    on_tpu(monkeypatch, V5E)
+
+
+@pytest.mark.parametrize("rows", [128, 256])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_steps_visit_each_row_of_each_group_once(sizes, rows, monkeypatch):
+    on_tpu(monkeypatch, V5E if rows == 128 else V6E)
+    visits, total = visits_of(jnp.array(sizes, jnp.int32), NUM_ROWS)
+    cleared, num_cleared = visits_of(jnp.array(sizes, jnp.int32), NUM_ROWS, jnp.ones(5, bool))
+    group, tile = (np.asarray(array[:total]) for array in (visits.group, visits.tile))
+    found = [
+        (g, row)
+        for g, t in zip(group, tile, strict=True)
+        for row in range(max(t * rows, visits.starts[g]), min((t + 1) * rows, visits.ends[g]))
+    ]
+    assert found == list(zip(np.repeat(np.arange(5), sizes), range(sum(sizes)), strict=True))
+    # Groups without rows have one step if they are cleared.
+    assert int(num_cleared) == int(total) + sizes.count(0)
+    assert set(np.asarray(cleared.group[:num_cleared]).tolist()) == set(range(5))
+    assert int(cleared.tile.max()) <= (NUM_ROWS - 1) // rows
+
+
+DEVICES = {"one tile": (V5E, tpu_products.TILE_BYTES), "small tiles": (V6E, 2**18), "two cores": (V5P, 2**20)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transposed", [False, True])
+@parametrize("sizes, device", [("uneven", "small tiles")], [(sizes, device) for sizes in SIZES for device in DEVICES])
+def test_products_of_parts(sizes, device, transposed, monkeypatch):
+    on_tpu(monkeypatch, DEVICES[device][0])
+    monkeypatch.setattr(tpu_products, "TILE_BYTES", DEVICES[device][1])
+    rows, matrices = make_operands(SIZES[sizes], (384, 200), NUM_ROWS)
+    weights = matrices.mT if transposed else matrices
+    multiply = partial(matmul_of(KERNEL, "tpu"), transposed=transposed)
+    operands = rows, (weights[:3], weights[3:]), jnp.array(SIZES[sizes], jnp.int32)
+    got = jax.jit(multiply)(*operands)
+    assert_products(got, rows, matrices, SIZES[sizes])
+    assert "concatenate" not in str(jax.make_jaxpr(multiply)(*operands))
+
+
+@pytest.mark.slow
+@parametrize("dtype", [jnp.bfloat16], [jnp.float32])
+@parametrize("sizes, device", [("uneven", "small tiles")], [(sizes, device) for sizes in SIZES for device in DEVICES])
+def test_sums_of_parts(sizes, device, dtype, monkeypatch):
+    """Rows of no group are NaN and read by no sum."""
+    on_tpu(monkeypatch, DEVICES[device][0])
+    monkeypatch.setattr(tpu_products, "TILE_BYTES", DEVICES[device][1])
+    rows, others = (make_operands(SIZES[sizes], widths, NUM_ROWS)[0] for widths in ((384, 200), (200, 384)))
+    groups = RowGroups(jnp.array(SIZES[sizes], jnp.int32))
+    got = jax.jit(partial(outer_of(KERNEL, "tpu"), dtype=dtype, parts=PARTS))(rows, others, groups)
+    assert tuple(len(part) for part in got) == PARTS
+    rtol = 2**-8 if dtype == jnp.bfloat16 else 1e-5
+    want = sums_by_group(rows, others, SIZES[sizes])
+    np.testing.assert_allclose(np.concatenate(got).astype(np.float64), want, rtol=rtol, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_nan_stays_in_its_group():
+    rows = jnp.ones((NUM_ROWS, 128), jnp.bfloat16).at[5].set(jnp.nan)
+    groups = RowGroups(jnp.array([10, 20, 0, 3], jnp.int32))
+    (got,) = tpu_products.outer(rows, rows, groups, parts=(4,), dtype=jnp.float32)
+    assert np.isnan(got[0]).all()
+    np.testing.assert_array_equal(got[1:, 0, 0], [20, 0, 3])
+
+
+@pytest.mark.slow
+def test_sums_that_nobody_reads_take_no_step():
+    is_read = jnp.array([True, True, True, False, False])
+    sizes = jnp.array((100, 0, 83, 0, 61), jnp.int32)
+    _, total = visits_of(sizes, NUM_ROWS, RowGroups(sizes, is_read).has_sums)
+    # The second and the third group share their tile with others.
+    assert int(total) == 1 + 1 + 2 + 1
+
+
+@pytest.mark.slow
+def test_gradients(monkeypatch):
+    monkeypatch.setattr(op, "_by_platform", on_platform(KERNEL, "tpu"))
+    check_gradients(SIZES["uneven"], NUM_ROWS, lambda function, *args: jax.jit(function)(*args))
+
+
+@pytest.mark.slow
+def test_a_layer_equals_the_dense_one(monkeypatch):
+    """It reads parts and activates inside the kernels; gradients of replicas come home."""
+    monkeypatch.setattr(op, "_by_platform", on_platform(KERNEL, "tpu"))
+    monkeypatch.setattr(grouped_ffn, "_on_device", lambda fused, other, *operands: fused(*operands))
+    monkeypatch.setattr(slot_weights, "_platform", lambda: "tpu")
+    mesh, case = make_mesh((2,), ("expert",)), Case(num_tokens=24, features=124, mlp_dim=128, num_experts=4)
+    args = case.arguments("zipf", 2, "bfloat16")
+    layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), exact(1, Buffers(1.5, 1)), TopK(2)))
+    text = str(layer.run.trace(*args).jaxpr)
+    assert all(name in text for name in ("grouped_hidden", "grouped_row_gradients", "grouped_outer"))
+    assert f"bf16[3,{case.width},{case.mlp_dim}]" not in text
+    (y, stats), gradients = layer(*args)
+    assert int(stats.weight_bytes_moved.sum()) > 0
+    x, mask, kernel, experts, target = args
+    x, kernel, experts = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), (x, kernel, experts))
+    (dense, _), of_dense = dense_with_gradients(TopK(2))(x, mask, kernel, experts, target)
+    assert_close((y, *gradients), (dense, *of_dense), 5e-2)
+
+
+def make_product(widths=(128, 256), num_rows=NUM_ROWS, dtype=jnp.bfloat16):
+    return Product("product", num_rows, widths, PARTS, (jnp.dtype(dtype),) * 2, jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize(
+    ("product", "why"),
+    [
+        (make_product(dtype=jnp.float32), "operands are float32 and float32; expected bfloat16"),
+        (make_product(num_rows=0), "an operand is empty"),
+    ],
+)
+def test_what_does_not_fit_is_left_to_others(product, why):
+    choice = choose_backend(product, "tpu")
+    assert choice.backend.name == "lax.ragged_dot"
+    assert choice.rejected[KERNEL] == why
+
+
+def test_programs_traced_for_other_devices_have_no_kernel(monkeypatch):
+    on_tpu(monkeypatch, SimpleNamespace(platform="cpu"))
+    choice = choose_backend(make_product(), "tpu")
+    assert choice.rejected[KERNEL] == "the default device is cpu; expected a TPU"
