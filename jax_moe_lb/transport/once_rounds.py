@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from jax_moe_lb.collectives.ragged_all_to_all import Group, empty_buffer
+from jax_moe_lb.collectives.ragged_all_to_all import Group, as_rows, as_words, empty_buffer
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.manual_axes import first_order
 from jax_moe_lb.core.plan import Plan
@@ -269,7 +269,7 @@ def _gradients(
         parts = [optimization_barrier(jnp.int32(i), part) for part in zip(upstreams, *sent, strict=True)]
         now = [tuple(part) for part in zip(*parts, strict=True)]
         one = _Round.of(i, entry_weights, plan.slots, route.room(weights), receipt.lists, route, len(upstreams))
-        rows, row_upstream = _received(one, now, kept, lambda words: unpacked(transfer, words, tokens))
+        rows, row_upstream = _received(one, now, kept, lambda words: unpacked(transfer, words, tokens), slots.replicas)
         before = None if sums is None else sums[2]
         batch = BackwardRows(rows, one.copy_weights(), row_upstream, kept.products)
         of_rows, of_weights, of_slots = slots.pull_back(batch, one.places.group_sizes, before, route.options)
@@ -286,7 +286,8 @@ def _gradients(
 
     of_entries, of_choices, of_slots = _further_rounds(receipt, route, one_round, one_round(0, None, kept), wide)
     # Gradients of replicas otherwise travel first, beside the products that hide those of rows.
-    of_entries, of_slots = in_order_on_tpu(of_entries, of_slots)
+    words, of_slots = in_order_on_tpu(jax.tree.map(as_words, of_entries), of_slots)
+    of_entries = jax.tree.map(as_rows, words)
     of_experts = slots.gradients_at_home(of_slots, plan, again, topology)
     with jax.named_scope("combine"):
         of_tokens = route.to_tokens(of_entries, receipt, tokens)
@@ -294,7 +295,11 @@ def _gradients(
 
 
 def _received(
-    one: _Round, upstream_and_sent: Sequence[tuple[Array, ...]], kept: Kept, decode: Callable[[Array], Array]
+    one: _Round,
+    upstream_and_sent: Sequence[tuple[Array, ...]],
+    kept: Kept,
+    decode: Callable[[Array], Array],
+    replicas: Experts | None,
 ) -> tuple[Rows, Rows]:
     """Return the copies of a backward round, and the gradients of the outputs."""
     upstream, *sent = upstream_and_sent
@@ -306,8 +311,10 @@ def _received(
         row_upstream, sent = in_order(row_upstream, sent)
         return one.copies(decode(one.send(sent[0]))), row_upstream
     rows = one.copies(decode(one.send(sent[0])))
-    # The upstream gradients then travel beside the products that rematerialize the hidden activations.
+    # The upstream gradients then travel beside the products that rematerialize the hidden activations. Replicas would
+    # otherwise travel beside these on TPUs.
     rows, upstream = in_order(rows, upstream)
+    _, upstream = in_order_on_tpu(replicas, upstream)
     return rows, one.copies(one.send(upstream))
 
 

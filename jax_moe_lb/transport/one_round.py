@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from jax_moe_lb.core.experts import Experts
-from jax_moe_lb.core.schedule import in_order, in_order_on_cuda
+from jax_moe_lb.core.schedule import in_order, in_order_on_cuda, in_order_on_tpu
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import GroupSizes, Rows, Tokens
 from jax_moe_lb.kernels.grouped_ffn import Products
@@ -156,17 +156,22 @@ def _received(
     """Return the rows of a backward round, their weights, and the output gradients."""
     per_token, words, upstream = batch.weights.shape[1], saved.rows, batch.upstream
     if saved.rows is None and saved.products is None:
-        copies = to_sending_order(batch.tokens, one.receipt, per_token)
+        row_weights, tokens = in_order_on_tpu(row_weights, batch.tokens)
+        copies = to_sending_order(tokens, one.receipt, per_token)
         row_weights, copies = in_order_on_cuda(row_weights, copies)
         words, _ = one.send(copies, 0)
     # The gradients are gathered after the copies are sent, into the same memory.
-    (words, before), upstream = in_order_on_cuda((words, before), upstream)
+    (words, before), upstream = in_order((words, before), upstream)
+    is_saved = saved.rows is not None or saved.products is not None
+    # Otherwise the weights travel beside the products of the saved rows, and the gradients beside none. The barrier is
+    # before the gather on TPUs: it would set the layout of the copies, which then would change for the exchange.
+    if is_saved:
+        row_weights, upstream = in_order_on_tpu(row_weights, upstream)
     of_outputs = to_sending_order(upstream, one.receipt, per_token)
-    if saved.rows is not None or saved.products is not None:
-        # Otherwise the weights travel beside the products of the saved rows, and the gradients beside none.
+    if is_saved:
         row_weights, of_outputs = in_order_on_cuda(row_weights, of_outputs)
     row_upstream, _ = one.send(of_outputs, 0)
     if words is None:
-        row_upstream, tokens = in_order_on_cuda(row_upstream, batch.tokens)
+        row_upstream, tokens = in_order(row_upstream, batch.tokens)
         words, _ = one.send(to_sending_order(tokens, one.receipt, per_token), 0)
     return words, row_weights, row_upstream

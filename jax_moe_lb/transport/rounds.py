@@ -252,8 +252,10 @@ def _gradients(
     (of_copies, of_weights), of_slots = gradient_rounds(
         batch, receipt, pull_back, no_gradients(tokens, weights), exchange, topology, kept, before
     )
-    # Gradients of replicas otherwise travel first, beside the products that hide those of rows.
-    of_copies, of_slots = in_order_on_tpu(of_copies, of_slots)
+    # Gradients of replicas otherwise travel first, beside the products that hide those of rows. The barrier sets the
+    # layout of its arrays, so copies pass in that of exchanges.
+    words, of_slots = in_order_on_tpu(as_words(of_copies), of_slots)
+    of_copies = as_rows(words)
     of_experts = slots.gradients_at_home(of_slots, plan, again, topology)
     with jax.named_scope("combine"):
         of_tokens = sum_of_copies(of_copies, receipt, per_token)
