@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,7 +22,10 @@ SCORES = re.compile(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\
 """Shape of the attention scores over all pairs of tokens, which cuDNN never writes."""
 
 SIZES = re.compile(r"\bgrouped_\w+?_(\d+)x(\d+)x(\d+)\b")
-"""Sizes of the product in the name of a Hopper kernel of this package."""
+"""Sizes of the product in the name of a kernel of this package for Hopper or TPUs."""
+
+TILING = re.compile(r'ragged_dot_tiling="(\d+),(\d+),(\d+)"')
+"""Tile of XLA's grouped products on TPUs: rows and widths of both operands."""
 
 DIM_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 WINDOW_FIELD = re.compile(r"(\w+)=([\dx_\-]+)")
@@ -152,7 +155,8 @@ class ProductForm:
     """Form of a matrix product."""
 
     kind: str  # `dense`, or the kind of a grouped product: `product`, `transposed` or `outer`, the gradients of weights
-    # `hopper`, `mosaic` for other kernels of Mosaic, `triton`, `own` for custom calls of this package, or `library`
+    # `hopper`, `mosaic` for other kernels of Mosaic, `triton`, `pallas` for kernels of this package for TPUs, `own` for
+    # custom calls of this package, or `library`
     kernel: str
     dtype: str  # XLA's name of the dtype of the operands
     rows: int  # rows of the result of a dense product; rows `A` of the buffer of a grouped one
@@ -160,6 +164,7 @@ class ProductForm:
     groups: int = 1  # groups of a grouped product; 1 for a dense one
     weight_bytes: int = 0  # bytes of the weights of all groups, or of their gradients
     passes: int = 1  # products in `dtype` for one product of wider operands, as terms of float32 in bfloat16
+    padding: float = 1.0  # computed columns and depth over existing ones: the last tiles are whole
 
 
 def product_form(module: Module, computation: Computation, instruction: Instruction) -> ProductForm:
@@ -173,7 +178,8 @@ def product_form(module: Module, computation: Computation, instruction: Instruct
     grouped = [shape for shape in (*operands, *instruction.shapes) if len(shape.dims) == 3]
     is_kernel = instruction.opcode == "custom-call" and "lhs_contracting_dimensions" not in instruction.attributes
     if grouped and (instruction.opcode == "ragged-dot" or (is_kernel and "fmha" not in instruction.target)):
-        return _grouped_form(operands, instruction.shapes, grouped, kernel)
+        form = _grouped_form(operands, instruction.shapes, grouped, kernel)
+        return replace(form, padding=_padding(instruction, operands, form))
     # A batch of a product counts as rows.
     dims = max(instruction.shapes, key=lambda shape: shape.nbytes).dims or (1,)
     dtype = operands[0].dtype if operands else instruction.shapes[0].dtype
@@ -200,12 +206,24 @@ def _grouped_form(
     return ProductForm("transposed" if is_transposed else "product", kernel, dtype, rows, outer, groups, nbytes)
 
 
+def _padding(instruction: Instruction, operands: list[ArrayShape], form: ProductForm) -> float:
+    """Return the computed share of the widths of a product of XLA on a TPU, 1 or more."""
+    tiling = TILING.search(instruction.attributes)
+    if tiling is None:
+        return 1.0
+    matrices = next(shape.dims for shape in (*operands, *instruction.shapes) if len(shape.dims) == 3)
+    sizes = zip(matrices[1:], map(int, tiling.groups()[1:]), strict=True)
+    return math.prod(math.ceil(size / tile) * tile / size for size, tile in sizes)
+
+
 def _kernel_name(instruction: Instruction) -> str:
     target = instruction.target
     if "triton" in target:
         return "triton"
     if target.startswith("moe_lb_"):
         return "own"
+    if target == "tpu_custom_call" and SIZES.search(instruction.text("op_name")):
+        return "pallas"
     if "mosaic" in target:
         return "hopper" if SIZES.search(instruction.text("op_name")) else "mosaic"
     return "library"

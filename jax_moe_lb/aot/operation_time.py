@@ -30,7 +30,7 @@ LEAST_FILLED = 0.5
 RECORDED: dict[str, RecordedKernel] = {"mosaic": "Mosaic", "triton": "Triton", "hopper": "Hopper"}
 """Kernels with recorded rates, by the names in `ProductForm`."""
 
-SKIPS_EMPTY = ("triton", "hopper")
+SKIPS_EMPTY = ("triton", "hopper", "pallas")
 """Kernels without results of empty slots."""
 
 GATHER = ROW_KERNELS[0]
@@ -90,7 +90,7 @@ class OperationTime:
         if one.items and isinstance(rates, TpuRates):
             works.append(self._items(one, rates))
         if one.product is not None:
-            works.append(Estimate(flops / self._speed(one, one.product, i), "FLOPs"))
+            works.append(Estimate(flops * one.product.padding / self._speed(one, one.product, i), "FLOPs"))
         found = max(works, key=lambda estimate: estimate.seconds)
         least = 0.0 if one.in_graph else rates.launch
         seconds = max(found.seconds + one.launches * rates.start, one.launches * least)
@@ -129,9 +129,14 @@ class OperationTime:
 
     def _served(self, one: ScheduledOperation, form: ProductForm, i: int) -> float:
         """Return the rows of a grouped product on the busiest rank."""
-        # Each group is rounded up to whole tiles, unless the rates by rows include the last one.
-        rows = self._rows(one, i)
-        return float((rows if self._by_rows(form) else -(-rows // TILE) * TILE).sum(1).max())
+        # Each group is rounded up to whole tiles, unless the rates by rows include the last one. On TPUs tiles begin at
+        # multiples of their size, so groups share some, and each of them computes these.
+        rows, rates, starts = self._rows(one, i), self.machine.rates, 0
+        size = rates.matrix_unit if isinstance(rates, TpuRates) else TILE
+        if isinstance(rates, TpuRates):
+            starts = (np.cumsum(rows, 1) - rows) % size
+        computed = np.where(rows > 0, -(-(starts + rows) // size) * size, 0)
+        return float((rows if self._by_rows(form) else computed).sum(1).max())
 
     def _rows(self, one: ScheduledOperation, i: int) -> np.ndarray:
         """Return the rows of the groups of all ranks; of two phases, of the rank with the most rows in a round."""

@@ -192,7 +192,9 @@ class _Reader:
         )
 
     def _exchange_stage(self, computation: Computation, one: Instruction) -> str:
-        """Return the stage of a ragged exchange, which XLA prints without its own name."""
+        """Return the stage of a ragged exchange, which some compilers print without its name."""
+        if (own := self._stage(one)) != OTHER:
+            return own
         # Its output buffer has the scope, except for outputs on their way back, which come from `experts`.
         rows, output = computation.operands(one)[:2]
         found = self._stage(_made(computation, output))

@@ -143,6 +143,7 @@ class TpuRates(DeviceRates):
     """Rates of one TPU chip."""
 
     links: Count  # number of links of a chip
+    matrix_unit: Count  # rows and columns of a matrix unit, and rows of a tile of products
     hop: Time  # latency of one hop between neighbors
     gathered_row: Time  # time of a row in the gather kernel for rows, by its instructions
     summed_row: Time  # time of a row in the kernel for sums of rows, by its instructions
