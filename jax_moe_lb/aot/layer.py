@@ -68,8 +68,7 @@ def compile_layer(
     mesh = target.mesh()
     check_sizes(sizes, mesh.size)
     topology = Topology.from_mesh(mesh, mesh.axis_names, rails_per_node=mesh.shape["expert"])
-    # As in `MoE` and in the plan of a timeline.
-    system = system.replace(replica_slots=min(system.replica_slots, sizes.experts - sizes.experts // mesh.size))
+    system = system.limit_slots(sizes.experts, sizes.experts // mesh.size)
     layer = partial(_layer, per_token=sizes.per_token, system=system, topology=topology)
     specs = (PartitionSpec(mesh.axis_names), PartitionSpec(), PartitionSpec(mesh.axis_names), PartitionSpec())
     out_specs = (PartitionSpec(mesh.axis_names), PartitionSpec(), PartitionSpec())

@@ -239,8 +239,8 @@ class LayerLoad:
             )
         tokens = jax.ShapeDtypeStruct((sizes.tokens, sizes.hidden), jnp.bfloat16)
         weights = jax.ShapeDtypeStruct((sizes.tokens, sizes.per_token), jnp.float32)
-        system = system.by_rule(topology, sizes.experts, sizes.per_token, tokens)
         num_home = sizes.experts // topology.num_ranks
+        system = system.by_rule(topology, sizes.experts, sizes.per_token, tokens).limit_slots(sizes.experts, num_home)
         experts, slots = jax.eval_shape(partial(_experts, sizes, num_home)), num_home + system.replica_slots
         facts = layer_facts(tokens, weights, experts, slots, system, topology)
         system = replace(system, balancer=system.balancer.sized(facts))

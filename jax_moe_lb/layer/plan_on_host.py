@@ -42,8 +42,7 @@ def plan_groups(
     """Compute the plans of several groups of ranks with equal topologies; see `plan_on_host`."""
     num_experts, cost = counts[0].shape[1], system.dispatch.cost()
     num_home = num_experts // topology.num_ranks if num_home is None else num_home
-    # A single rank has all experts at home, and no rank needs an expert twice.
-    slots = min(num_home + (system.replica_slots if topology.num_ranks > 1 else 0), num_experts)
+    slots = num_home + system.limit_slots(num_experts, num_home).replica_slots
     starts = [plain_plan(routed, topology, slots) for routed in counts]
     made = []
     for routed, start, state in zip(counts, starts, states or [None] * len(counts), strict=True):

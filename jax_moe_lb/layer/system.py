@@ -155,6 +155,25 @@ class System:
         system: Any = {name: value for name, value in of_system.items() if value is not None}
         return replace(self, dispatch=replace(self.dispatch, **dispatch), **system)
 
+    def limit_slots(self, num_experts: int, num_home: int) -> "System":
+        """Return a copy of the system with at most one replica slot per expert that is not at home.
+
+        `nn.MoE`, `aot.compile_layer` and the simulator apply it to their systems; a single rank then has no slots.
+
+        Args:
+            num_experts: `E`.
+            num_home: `L`, home experts of a rank.
+
+        Returns:
+            The system with `min(replica_slots, E - L)` slots.
+
+        Examples:
+            >>> from jax_moe_lb import exact
+            >>> [exact(4).limit_slots(8, home).replica_slots for home in (2, 6, 8)]
+            [4, 2, 0]
+        """
+        return replace(self, replica_slots=min(self.replica_slots, num_experts - num_home))
+
     def by_rule(
         self,
         topology: Topology,

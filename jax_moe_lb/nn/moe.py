@@ -426,8 +426,7 @@ def resolve_system(system: System | str, num_experts: int, per_token: int | None
     # It has at most as many replica slots as other ranks have experts, and the dispatch of `dispatch_by_rule`.
     made = system_named(system) if isinstance(system, str) else system
     made = made if per_token is None else made.by_rule(topology, num_experts, per_token)
-    # A rank needs at most one replica slot per expert of the other ranks.
-    return made.replace(replica_slots=min(made.replica_slots, num_experts - num_experts // topology.num_ranks))
+    return made.limit_slots(num_experts, num_experts // topology.num_ranks)
 
 
 def _check_rules(rules: LogicalAxisRules | None) -> None:

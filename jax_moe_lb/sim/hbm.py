@@ -61,7 +61,7 @@ def traffic_of(system: System, model: ModelShape, cluster: Cluster, *, backward:
     # Gathers of expert domains are not included.
     rows = system.dispatch.cost().row_arrays(model.tokens, model.per_token, cluster.topology())
     home = model.experts // cluster.num_ranks
-    slots = min(home + system.replica_slots, model.experts)
+    system = system.limit_slots(model.experts, home)
     widened = SUMS_BYTES / model.itemsize
     each = _Arrays(
         tokens=float(model.tokens * model.row_bytes),
@@ -71,10 +71,10 @@ def traffic_of(system: System, model: ModelShape, cluster: Cluster, *, backward:
         carried=float(rows.carried * model.row_bytes) * (3 * widened if rows.carries_sums else 1),
         rows=float(rows.computed * model.row_bytes),
         hidden=float(rows.computed * model.inner * model.itemsize),
-        kind=float(slots * model.expert_bytes / model.matrices),
+        kind=float((home + system.replica_slots) * model.expert_bytes / model.matrices),
     )
-    inner, loops, replicas = model.matrices - 1, system.dispatch.buffers.max_rounds != 1, slots - home
-    joins = joins_weights(system, model, cluster, replicas)
+    inner, loops, replicas = model.matrices - 1, system.dispatch.buffers.max_rounds != 1, system.replica_slots
+    joins = joins_weights(system, model, cluster)
     # A rank sends as many replicas as it receives, at most its home experts.
     fetched = HbmTraffic(exchanges=2.0 * min(replicas, home) * model.expert_bytes)
     forward = each.forward(inner, joins, loops) + fetched
@@ -162,8 +162,7 @@ def joined_bytes(weights_bytes: float) -> float:
     return 2 * weights_bytes
 
 
-def joins_weights(system: System, model: ModelShape, cluster: Cluster, replica_slots: int) -> bool:
+def joins_weights(system: System, model: ModelShape, cluster: Cluster) -> bool:
     """Return whether the weights of home experts and replicas are copied into one array for the products."""
-    # No rank has more slots than experts, whatever the system allows.
     reads_parts = model.itemsize == 2 and min(model.hidden, model.inner) >= TILE and not cluster.joins_weights
-    return replica_slots > 0 and not reads_parts and not system.dispatch.cost().passes_home
+    return system.replica_slots > 0 and not reads_parts and not system.dispatch.cost().passes_home

@@ -86,7 +86,8 @@ def memory_of(system: System, model: ModelShape, cluster: Cluster, migration: Mi
         gathered=_gathered_bytes(model, cluster, migration, step),
         kept=float(step.parallel.in_flight * model.layers * _kept_bytes(model, step)) if step.backward else 0.0,
     )
-    layer = _Layer(system, model, cluster, migration)
+    num_home = model.experts // cluster.num_ranks + migration.gathered_bytes(model, cluster) // model.expert_bytes
+    layer = _Layer(system.limit_slots(model.experts, num_home), model, cluster, migration, num_home)
     backward = [layer.of_hidden(), layer.of_rows(), layer.of_weights(), layer.replica_gradients_come_home()]
     phases = backward if step.backward else [layer.forward()]
     return always + max(phases, key=lambda phase: phase.total)
@@ -100,22 +101,12 @@ class _Layer:
     model: ModelShape
     cluster: Cluster
     migration: Migration
+    num_home: int  # experts served by a rank without replicas: its home experts and its gathered experts
 
     @property
     def loops(self) -> bool:
         """True if a loop carries sums and outputs from round to round."""
         return self.system.dispatch.buffers.max_rounds != 1
-
-    @property
-    def num_home(self) -> int:
-        """Number of experts served by a rank without replicas: its home experts and its gathered experts."""
-        gathered = self.migration.gathered_bytes(self.model, self.cluster) // self.model.expert_bytes
-        return self.model.experts // self.cluster.num_ranks + gathered
-
-    @property
-    def replica_slots(self) -> int:
-        # A rank with all experts needs no replicas.
-        return min(self.system.replica_slots, self.model.experts - self.num_home)
 
     def forward(self) -> Memory:
         """Count the forward pass: the exchange beside the outputs of earlier rounds, or the hidden activations."""
@@ -150,12 +141,12 @@ class _Layer:
 
     def replica_gradients_come_home(self) -> Memory:
         """Count the gradients of replicas on the way home: one array sent, one received, and their sums."""
-        if not self.replica_slots:
+        if not self.system.replica_slots:
             return Memory()
         model, domain = self.model, self._topology.ranks_per_domain
-        room = self.system.replicate.max_incoming_replicas(self.replica_slots, self.num_home, domain)
+        room = self.system.replicate.max_incoming_replicas(self.system.replica_slots, self.num_home, domain)
         return Memory(
-            replicas=float(self.replica_slots * model.expert_bytes),
+            replicas=float(self.system.replica_slots * model.expert_bytes),
             buffers=float(self._rows.sent + self._tokens()),
             sums=self._sums(),
             arriving=float(room * model.expert_bytes + model.expert_bytes / model.itemsize * SUMS_BYTES),
@@ -163,10 +154,10 @@ class _Layer:
 
     def _products(self, kinds: int, buffers: int) -> Memory:
         """Count products with `kinds` kinds of the weights of all slots, in one array if they are joined."""
-        model, slots = self.model, self.replica_slots
+        model, slots = self.model, self.system.replica_slots
         home = model.experts // self.cluster.num_ranks * model.expert_bytes
         joined = kinds * (self.num_home + slots) * model.expert_bytes / model.matrices
-        joined = joined if joins_weights(self.system, model, self.cluster, slots) else 0.0
+        joined = joined if joins_weights(self.system, model, self.cluster) else 0.0
         return Memory(
             replicas=float(slots * model.expert_bytes),
             buffers=float(buffers + self._tokens()),
@@ -205,7 +196,7 @@ class _Layer:
         return 2 * self.model.tokens * self.model.row_bytes
 
     def _sums(self) -> float:
-        parameters = (self.num_home + self.replica_slots) * self.model.expert_bytes / self.model.itemsize
+        parameters = (self.num_home + self.system.replica_slots) * self.model.expert_bytes / self.model.itemsize
         # A single round rounds each gradient as it is written.
         return parameters * (SUMS_BYTES if self.loops else self.model.itemsize)
 

@@ -199,9 +199,10 @@ def layer_work(
 ) -> tuple[LayerWork, list[State]]:
     """Compute the work of one layer under a system, from its own plans."""
     # `simulate` calls it for every layer. Call it directly to inspect flows and rows without times.
-    system = replace(system, balancer=system.balancer.sized(layer_facts(system, model, cluster)))
     found = groups(cluster, migration.sizes(cluster))
     topology, num_home = cluster.topology(migration.group_sizes(cluster)), counts.shape[1] // len(found[0])
+    system = system.limit_slots(counts.shape[1], num_home)
+    system = replace(system, balancer=system.balancer.sized(layer_facts(system, model, cluster)))
     plans = plan_groups(system, [counts[ranks] for ranks in found], topology, num_home, states)
     waves = [rows_of_groups(wave, model.per_token) for wave in zip(*(plan.waves for plan in plans), strict=True)]
     parts = [
@@ -233,7 +234,7 @@ def _round_s(system: System, model: ModelShape, cluster: Cluster) -> float:
     if cluster.hbm_bytes_per_s is None:
         return cluster.round_s
     rows, copies = system.dispatch.cost().row_arrays(model.tokens, model.per_token, cluster.topology()), model.tokens
-    slots = min(model.experts // cluster.num_ranks + system.replica_slots, model.experts)
+    slots = model.experts // cluster.num_ranks + system.replica_slots
     summed = summed_in_loop(float(slots * model.expert_bytes), SUMS_BYTES / model.itemsize)
     permuted = 3 * permuted_bytes(rows.gathered(float(copies * model.per_token)) * model.row_bytes)
     empty = rows.computed * empty_row_bytes(model, 3)
@@ -293,7 +294,7 @@ def _part(
     if cluster.communication.padded:
         moved = _with_padding(moved, waves, cost, num_copies)
     weights, gradients, replicas = replicas_between(plan), gradients_between(plan), plan.slots - plan.num_home
-    arriving = _arriving(gradients, replicas * joins_weights(system, model, cluster, replicas), model)
+    arriving = _arriving(gradients, replicas * joins_weights(system, model, cluster), model)
     return _Part(ranks, moved, weights, gradients, replicas_by_slot(plan), plan.domain, arriving, load_after)
 
 
@@ -389,7 +390,7 @@ def _merged(
         shared_work(model, cluster, migration, counts.shape[1], system.dispatch),
         replicate=None if weights.is_empty else weights,
         return_home=None if gradients.is_empty else gradients,
-        joins=joins_weights(system, model, cluster, len(parts[0].by_slot)),
+        joins=joins_weights(system, model, cluster),
         arriving=max(part.arriving for part in parts),
         engine=system.replicate.uses_copy_engines and not cluster.communication.padded,
         early=not needs_counts(system.balancer),
