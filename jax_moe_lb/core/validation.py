@@ -6,6 +6,7 @@ host. A program returns the result as data; the host then evaluates the same rul
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -78,7 +79,9 @@ def check_plans(plans: Sequence[Plan], counts: Sequence[Counts]) -> None:
     for plan, routed in zip(plans, counts, strict=True):
         check_counts(routed)
         _check_shapes(plan, routed.shape)
-    placement, quota = np.stack([plan.placement for plan in plans]), np.stack([plan.quota for plan in plans])
+    # Unsigned integers have no -1.
+    stack = partial(np.stack, dtype=np.int64)
+    placement, quota = stack([plan.placement for plan in plans]), stack([plan.quota for plan in plans])
     stacked = replace(plans[0], placement=placement, quota=quota)
     broken = [rule.any((-2, -1) if rule.ndim > 2 else -1) for rule, _ in _rules(stacked, np.stack(counts), None, np)]
     for at in np.flatnonzero(np.any(broken, axis=0)).tolist():

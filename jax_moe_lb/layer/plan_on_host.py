@@ -53,6 +53,8 @@ def plan_groups(
     check_plans([plan for plan, *_ in made], counts)
     found = []
     for routed, start, (plan, after, runs) in zip(counts, starts, made, strict=True):
+        # Unsigned quotas would wrap in differences.
+        plan = jax.tree.map(np.int32, plan)
         waves = cost.waves(routed, start, plan, system.balancer)
         plan = system.replicate.plan(plan) if plan.slots > num_home else plan
         found.append(HostPlan(plan, waves, after, runs))

@@ -394,6 +394,9 @@ def test_plans_and_counts_may_be_unsigned(unchecked):
     assert traffic(plan, counts).rows == 3
     with pytest.raises(ValueError, match=r"placement of rank 0, slot 0 is 200; expected an expert below 2"):
         check_plan(replace(plan, placement=np.full((2, 2), 200, np.uint8)), counts)
+    check_plans([plan, plan], [counts, counts])
+    with pytest.raises(ValueError, match=r"placement of rank 0, slot 0 is 200; expected an expert below 2"):
+        check_plans([plan, replace(plan, placement=np.full((2, 2), 200, np.uint8))], [counts, counts])
 
 
 def test_counts_of_a_device_may_meet_a_plan_of_the_host():

@@ -22,6 +22,8 @@ ONE_PASS = Step(backward=False)
 class Fixed(Plain):
     """Balancer by which the next rank of the domain always takes part of a rank's first expert, for any load."""
 
+    dtype: str = "int32"
+
     def rebalance(self, counts, plan, topology, state):
         rank = np.arange(plan.num_ranks)
         helper = rank // plan.domain * plan.domain + (rank + 1) % plan.domain
@@ -31,7 +33,7 @@ class Fixed(Plain):
         half = quota[expert, rank] // 2
         quota[expert, rank] -= half
         quota[expert, helper] += half
-        return replace(plan, placement=placement, quota=quota), state
+        return replace(plan, placement=placement.astype(self.dtype), quota=quota.astype(self.dtype)), state
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,12 @@ def test_a_balancer_says_whether_a_planner_runs():
     assert first.start.max() == 0
     later = next(task for task in greedy.timeline.tasks if task.stage == "weights")
     assert later.start.max() >= 1e-3
+
+
+@pytest.mark.parametrize("dtype", ["int16", "uint16", "uint64"])
+def test_a_plan_may_have_another_integer_dtype(unchecked, dtype):
+    given, int32 = (System(Fixed(one), replica_slots=1) for one in (dtype, "int32"))
+    assert simulate(given, SHAPE, CLUSTER, COUNTS).step_s == simulate(int32, SHAPE, CLUSTER, COUNTS).step_s
 
 
 def test_a_replication_says_whether_it_uses_copy_engines():
