@@ -51,8 +51,8 @@ class HbmTraffic(ByteBreakdown):
     products: float = 0.0  # operands and results of products: rows, hidden activations, weights and their gradients
     activations: float = 0.0  # element-wise operations between products
     carried: float = 0.0  # outputs and sums of gradients carried by a loop over rounds
-    # Gradients of replicas on their way home: their concatenation for one exchange, the exchange, and the addition of
-    # each to its sum. Joined weights also need a slice of the home experts' gradients.
+    # Gradients of replicas on their way home: the split of joined gradients, the exchange, and the addition of each to
+    # its sum
     arriving: float = 0.0
 
 
@@ -80,8 +80,7 @@ def traffic_of(system: System, model: ModelShape, cluster: Cluster, *, backward:
     forward = each.forward(inner, joins, loops) + fetched
     if not backward:
         return forward
-    coming = arriving_bytes(replicas, replicas, replicas * joins, model) + 2.0 * home * joins * model.expert_bytes
-    arriving = HbmTraffic(arriving=coming)
+    arriving = HbmTraffic(arriving=arriving_bytes(replicas, replicas, (home + replicas) * joins, model))
     return forward + fetched + each.backward(inner, joins, loops, widened) + arriving
 
 
@@ -149,12 +148,12 @@ def summed_bytes(copies_bytes: float, tokens_bytes: float) -> float:
     return copies_bytes + tokens_bytes
 
 
-def arriving_bytes(sent: int, arriving: int, copied_slots: int, model: ModelShape) -> float:
+def arriving_bytes(sent: int, arriving: int, joined_slots: int, model: ModelShape) -> float:
     """Count the bytes read and written by a rank for the gradients of replicas on the way home."""
-    # Each arriving gradient, the sum of its expert and a wide sum are read, and both sums written. Without kernels that
-    # read weights in parts, the gradients of all slots, also of empty ones, are copied before the exchange.
+    # Each arriving gradient, the sum of its expert and a wide sum are read, and both sums written. Gradients of joined
+    # weights are split: those of replicas, also of empty slots, before the exchange, and those of home experts after.
     added = 3 + 2 * SUMS_BYTES / model.itemsize
-    return (2 * copied_slots + sent + arriving + added * arriving) * model.expert_bytes
+    return (2 * joined_slots + sent + arriving + added * arriving) * model.expert_bytes
 
 
 def joined_bytes(weights_bytes: float) -> float:

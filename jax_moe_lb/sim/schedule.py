@@ -19,9 +19,9 @@ experts. `return` brings their outputs to the homes, and `combine` brings all ou
 The backward pass runs from the last layer to the first, and its stage names end with ` (backward)`. It exchanges
 weights again, sends output gradients to the experts' ranks, runs the experts, and returns the gradients of tokens.
 Attention follows, and overlaps with `gradients`: gradients of replicas and of gathered experts on the way home. If
-the memory bandwidth is given, `permutation`, `sums of copies`, `joined weights`, `sums of replicas` (the gradients of
-all replica slots) and `sums of rounds` (gradients of overflow rounds) take time as well; see `hbm.py`. `small
-operations` are sorts and addresses.
+the memory bandwidth is given, `permutation`, `sums of copies`, `joined weights`, `sums of replicas` (gradients of
+replicas, and the split of joined gradients) and `sums of rounds` (gradients of overflow rounds) take time as well; see
+`hbm.py`. `small operations` are sorts and addresses.
 `other` is the rest of the step. Groups beside the expert-parallel one have stages of their own; see `model.py`.
 
 Tasks run on the streams `compute`, `host` (the planner) and `copy` (copy engines). Each level has a stream of its own:

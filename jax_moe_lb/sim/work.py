@@ -293,8 +293,8 @@ def _part(
         load_after += load(wave_plan)
     if cluster.communication.padded:
         moved = _with_padding(moved, waves, cost, num_copies)
-    weights, gradients, replicas = replicas_between(plan), gradients_between(plan), plan.slots - plan.num_home
-    arriving = _arriving(gradients, replicas * joins_weights(system, model, cluster), model)
+    weights, gradients = replicas_between(plan), gradients_between(plan)
+    arriving = _arriving(gradients, plan.slots * joins_weights(system, model, cluster), model)
     return _Part(ranks, moved, weights, gradients, replicas_by_slot(plan), plan.domain, arriving, load_after)
 
 
@@ -400,10 +400,10 @@ def _merged(
     )
 
 
-def _arriving(gradients: np.ndarray, copied_slots: int, model: ModelShape) -> float:
+def _arriving(gradients: np.ndarray, joined_slots: int, model: ModelShape) -> float:
     """Return the bytes for the gradients of replicas in the memory of the busiest rank."""
     ranks = zip(gradients.sum(1), gradients.sum(0), strict=True)
-    return max(arriving_bytes(int(sent), int(arriving), copied_slots, model) for sent, arriving in ranks)
+    return max(arriving_bytes(int(sent), int(arriving), joined_slots, model) for sent, arriving in ranks)
 
 
 def _padded_replicas(parts: list[_Part], num_ranks: int, num_experts: int) -> tuple[list[_Part], float, float]:
