@@ -41,7 +41,7 @@ def simulated_ms(layer: Layer, name: str, skew: str) -> float:
     variant = variants(layer)[name.removesuffix(OWN)]
     served = Served.of(layer, variant, float(skew) if skew[0].isdigit() else skew)
     sizes = (layer.hidden, layer.inner, layer.experts, layer.per_token, layer.tokens)
-    model = ModelShape(1, *sizes, gradient_itemsize=2, pre_expert_s=0.0)
+    model = ModelShape(1, *sizes, pre_expert_s=0.0)
     cluster = machine(layer, joins=not name.endswith(OWN))
     found = simulate(variant.system, model, cluster, served.counts[None], step=Step(exchange_counts=False))
     work, _ = layer_work(variant.system, model, cluster, served.counts)

@@ -173,7 +173,7 @@ def chosen_migration(model: ModelShape, cluster: Cluster, codec: Codec, step: St
         token_bytes=float(model.tokens * model.per_token * model.row_bytes),
         expert_bytes=float(model.encoded_bytes(codec, home)),
         pre_expert_s=pre_expert_s,
-        gradient_bytes=float(model.encoded_gradient_bytes(codec, home)) if step.backward else 0.0,
+        gradient_bytes=float(model.encoded_bytes(codec.of_gradients, home)) if step.backward else 0.0,
         backward_s=2 * pre_expert_s,
         backward_exchanges=3 if step.recompute else 2,
     )

@@ -207,8 +207,7 @@ def _gathered_bytes(model: ModelShape, cluster: Cluster, migration: Migration, s
         return 0.0
     # Two sets suffice if experts are gathered again, or for inference: one in use, one in transfer.
     held = gathered * (model.layers if step.backward and not migration.gather_again else min(2, model.layers))
-    if step.backward:
-        held += gathered * model.gradient_itemsize // model.itemsize
+    held += gathered * step.backward  # the gradients
     # Such a codec encodes differences from the experts decoded last, so each rank keeps those of every layer.
     if migration.codec.remembers:
         held += model.layers * (gathered + home)

@@ -44,7 +44,8 @@ class ModelShape:
         per_token: Number of experts `K` per token, usually 1 to 8.
         tokens: Tokens `T` per rank and microbatch, 4096 to 8192 in the presets.
         itemsize: Bytes per element of weights and of tokens in transfer: 1, 2 (default, bfloat16) or 4.
-        gradient_itemsize: Bytes per element of expert gradients: 1, 2 or 4 (default, float32).
+        gradient_itemsize: Bytes per element of the gradients of home experts, in memory and in sums over data-parallel
+            groups: 1, 2 or 4 (default, float32). Gradients of replicas and of gathered experts travel in `itemsize`.
         gated: If True (default), experts have three matrices (SwiGLU), else two.
         pre_expert_s: Seconds of the forward pass from the experts of one layer to the router output of the next. If
             None (default), it is computed from the floating-point operations of attention and router.
@@ -112,7 +113,7 @@ class ModelShape:
 
     @property
     def expert_gradient_bytes(self) -> int:
-        """Bytes of the gradients of one expert."""
+        """Bytes of the gradients of one home expert."""
         return self.matrices * self.hidden * self.inner * self.gradient_itemsize
 
     @property
@@ -121,34 +122,22 @@ class ModelShape:
         return LayerCost(
             num_copies=self.tokens * self.per_token,
             expert_bytes=self.expert_bytes,
-            gradient_bytes=self.expert_gradient_bytes,
+            gradient_bytes=self.expert_bytes,
             token_bytes=self.row_bytes,
             token_flops=self.row_flops,
         )
 
     def encoded_bytes(self, codec: Codec, num_experts: int) -> int:
-        """Count the bytes of encoded experts from the shapes alone.
+        """Count the bytes of encoded experts, or of the gradients, from the shapes alone.
 
         Args:
-            codec: Codec that encodes the experts.
+            codec: Codec of the experts, or its `of_gradients`.
             num_experts: Number of experts encoded together.
 
         Returns:
             The number of bytes.
         """
         return _encoded_bytes(codec, (num_experts, self.hidden, self.inner), self.itemsize, self.gated)
-
-    def encoded_gradient_bytes(self, codec: Codec, num_experts: int) -> int:
-        """Count the bytes of the gradients of experts on their way home, encoded if the codec does so.
-
-        Args:
-            codec: Codec that encodes the gradients.
-            num_experts: Number of experts.
-        """
-        if not codec.of_gradients.compresses:
-            return num_experts * self.expert_gradient_bytes
-        shape = num_experts, self.hidden, self.inner
-        return _encoded_bytes(codec.of_gradients, shape, self.gradient_itemsize, self.gated)
 
     def with_tokens(self, tokens: int) -> "ModelShape":
         """Return the model with other tokens per rank; `pre_expert_s` changes in proportion.

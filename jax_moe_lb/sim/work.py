@@ -383,7 +383,7 @@ def _merged(
     if cluster.communication.padded:
         parts, out, back = _padded_replicas(parts, cluster.num_ranks, counts.shape[1])
     weights = on_links([part.weights for part in parts], float(model.expert_bytes))
-    gradients = on_links([part.gradients for part in parts], float(model.expert_gradient_bytes))
+    gradients = on_links([part.gradients for part in parts], float(model.expert_bytes))
     if cluster.communication.padded:
         weights, gradients = with_messages(weights, out), with_messages(gradients, back)
     return replace(
@@ -443,7 +443,7 @@ def shared_work(
     inside = migration.group_sizes(cluster)
     members, num_home = math.prod(inside), num_experts // cluster.num_ranks
     travelling = float(model.encoded_bytes(migration.codec, num_home))
-    returning = float(model.encoded_gradient_bytes(migration.codec, num_home) * migration.gradients_home)
+    returning = float(model.encoded_bytes(migration.codec.of_gradients, num_home) * migration.gradients_home)
     # int32 has 4 bytes.
     counts = all_gather(4.0 * (num_experts + ERROR_WORDS), inside, cluster)
     address = exchanged(all_to_all(float(members * dispatch.cost().address_bytes), inside, cluster), inside, cluster)

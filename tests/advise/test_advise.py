@@ -45,14 +45,15 @@ def advice(cluster, loads, step=Step(), ratio=1.0, planned=True):
 @pytest.mark.parametrize(("recompute", "sizes"), [(True, (2,)), (False, (1,))])
 def test_expert_domains_save_the_exchanges_of_a_backward_pass(recompute, sizes):
     # Experts and gradients take 2.25 times the bytes of one exchange of all copies, half of which leave a rank.
-    model = ModelShape(1, 64, 6, 2, 1, 16, gradient_itemsize=2, pre_expert_s=0.0)
+    model = ModelShape(1, 64, 6, 2, 1, 16, pre_expert_s=0.0)
     cluster = Cluster((Links("gpu", 2, 1e9),))
     assert chosen_migration(model, cluster, Codec(), Step(recompute=recompute)).domain_sizes == sizes
 
 
 @pytest.mark.thorough
 def test_balancing_pays_where_routing_is_skewed():
-    judge, answer = advice(machine(), drawn(2.0, 2))
+    # Too little memory to gather all experts, which balances any load.
+    judge, answer = advice(machine(memory_bytes=130e6), drawn(2.0, 2))
     assert answer.best.choice.replica_slots == 1
     assert not answer.leave_off
     assert answer.gain == pytest.approx(1 - np.median(answer.best.ratios(answer.plain)))

@@ -172,10 +172,10 @@ def test_advise_lists_compressed_experts_apart_and_what_was_refused(capsys, one_
     assert found["fits"]
     assert {row["choice"]["ratio"] for row in found["systems"]} == {1}
     assert {row["choice"]["ratio"] for row in found["compressed"]} == {4}
-    assert "gathered experts" in found["refused"]["hybridep(4)"]
+    assert "gathered experts" in found["refused"]["hybridep(4) + headroom 1.25"]
     text = output(capsys, *argv)
     assert "with lossy compression of experts" in text
-    assert "Refused: hybridep(4) needs 0.0 GB of 0.0: weights" in text
+    assert "Refused: hybridep(4) + headroom 1.25 needs 0.0 GB of 0.0: weights" in text
 
 
 def large(tmp_path, *levels):

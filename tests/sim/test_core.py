@@ -4,15 +4,17 @@ import itertools
 import math
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_moe_lb import Buffers, Topology
+from jax_moe_lb import Buffers, Experts, Topology
 from jax_moe_lb.balancers.hybridep import HybridEP
 from jax_moe_lb.core import Level
-from jax_moe_lb.core.plan import load, rows_between, traffic
+from jax_moe_lb.core.plan import load, plain_plan, rows_between, traffic
 from jax_moe_lb.core.split import nearest_first
 from jax_moe_lb.layer import systems
 from jax_moe_lb.layer.plan_on_host import plan_on_host
@@ -33,7 +35,8 @@ from jax_moe_lb.sim import (
 from jax_moe_lb.sim.network import all_reduce, flow, level_bytes, seconds
 from jax_moe_lb.sim.stream_model import latency
 from jax_moe_lb.sim.work import gradients_between, layer_work, replicas_between, rows_per_slot, shared_work
-from jax_moe_lb.transport import Codec, CodecBase, Direct
+from jax_moe_lb.transport import Codec, CodecBase, Direct, Gather
+from jax_moe_lb.transport.slot_weights import at_home
 from jax_moe_lb.transport.wave_rows import WaveRows
 
 SYSTEMS = {
@@ -159,7 +162,7 @@ def test_hybridep_takes_what_its_stream_model_says(size):
     assert forward.step_s == pytest.approx(
         3 * (latency(Work(**work, pre_expert_s=2e-4), level, size).total_s + experts_s)
     )
-    train = Work(**work, pre_expert_s=2e-4, gradient_bytes=float(shape.expert_gradient_bytes), backward_s=4e-4)
+    train = Work(**work, pre_expert_s=2e-4, gradient_bytes=float(shape.expert_bytes), backward_s=4e-4)
     assert report.step_s == pytest.approx(3 * (latency(train, level, size).total_s + 3 * experts_s))
 
 
@@ -198,7 +201,7 @@ def test_a_step_of_forward_and_backward_has_the_stages_of_the_executor():
     back = [f"{name} (backward)" for name in ("weights", "dispatch", "experts", "combine", "gradients", "attention")]
     forward = ["attention", "counts", "plan", "weights", "dispatch", "experts", "combine"]
     assert list(stages) == [*forward, *back]
-    assert stages["gradients (backward)"].bytes == 2 * stages["weights (backward)"].bytes
+    assert stages["gradients (backward)"].bytes == stages["weights (backward)"].bytes
     # Copies are sent again, with the gradients of their outputs.
     assert stages["dispatch (backward)"].bytes == 2 * stages["dispatch"].bytes
 
@@ -230,6 +233,25 @@ def test_feplb_hides_planner_rows_and_weights_under_static_experts():
     assert len(computed) == 2
     np.testing.assert_array_equal(phased.load, work.load)
     np.testing.assert_array_equal(sum(wave.rows for wave in phased.waves), work.waves[0].rows)
+
+
+def test_gradients_of_replicas_travel_in_the_dtype_of_the_weights():
+    """As in a program, which converts them before they are sent; home gradients may be wider."""
+    shape, sent = model(layers=1), []
+    cluster, counts = Cluster((Links("gpu", 4, 100e9),)), np.array([[240] + [1] * 15] + [[16] * 16] * 3, np.int32)
+    stages = simulate(systems.exact(1), shape, cluster, counts).stages
+    assert stages["gradients (backward)"].bytes == stages["weights"].bytes > 0
+
+    class Recording(Gather):
+        def add_at_home(self, sums, gradients, plan, topology):
+            sent.append(gradients.nbytes)
+            return sums
+
+    plan = plain_plan(counts, cluster.topology(), 5)
+    experts = Experts(*(jnp.zeros((4, *sizes), jnp.bfloat16) for sizes in ((64, 32), (32, 64), (64, 32))))
+    sums = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), experts)
+    at_home(experts, sums, jax.tree.map(lambda leaf: leaf[:1], sums), plan, Recording(), cluster.topology())
+    assert sent == [shape.expert_bytes]
 
 
 def test_ranks_of_a_node_share_its_links():
@@ -321,7 +343,7 @@ def test_an_all_reduce_passes_every_member_once():
 
 def test_encoded_gradients_send_as_many_bytes_home_as_encoded_experts_take():
     cluster = Cluster((Links("dc", 2, 1e9), Links("gpu", 4, 1e9)))
-    shape = model(experts=32, itemsize=4)
+    shape = model(experts=32)
     codec = Codec(10.0, CodecBase.ZERO, gradient_ratio=10.0)
     codecs = codec, replace(codec, gradient_ratio=1.0)
     encoded, whole = (shared_work(shape, cluster, Migration((2, 4), one), 32, Direct()) for one in codecs)
