@@ -42,7 +42,7 @@ from jax_moe_lb.cli.simulate import (
     cluster_of,
     imbalance_of,
     model_of,
-    recorded_counts,
+    recorded,
     report_json,
     slots_of,
     time_unit,
@@ -406,9 +406,9 @@ def advise(
         slots = slots_of(replica_slots, None, shape, machine)
         most_slots = shape.experts - shape.experts // machine.num_ranks if slots is None else slots
         if trace is not None:
-            counts = recorded_counts(shape, machine, trace, limits)
-            shape = as_recorded(shape, counts)
-            workloads = recorded_workloads(counts, MOST_STEPS, MOST_LAYERS)
+            steps = recorded(shape, machine, trace, limits)
+            shape = as_recorded(shape, steps.counts)
+            workloads = recorded_workloads(steps, MOST_STEPS, MOST_LAYERS)
             shapes = workloads[:: max(1, len(workloads) - 1)]
             sample = None
         else:

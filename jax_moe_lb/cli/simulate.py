@@ -34,7 +34,7 @@ from jax_moe_lb.core.checks import Least, shown
 from jax_moe_lb.core.file_limits import FileLimits
 from jax_moe_lb.core.plan_file import whole_file
 from jax_moe_lb.core.topology import INT32_MAX, home_experts_per_rank
-from jax_moe_lb.recordings.counts_files import naming, read_routing
+from jax_moe_lb.recordings.counts_files import Trace, naming, read_routing
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.config import SimulationConfig, load_config, preset_names
 from jax_moe_lb.sim.hbm import HbmTraffic, traffic_of
@@ -94,15 +94,16 @@ def synthetic_counts(
     return drifting_counts(model, ranks, range(2 * CYCLE), layers, routing.drift, wanted, routing.seed, routing.shape)
 
 
-def recorded_counts(model: ModelShape, cluster: Cluster, trace: Path, limits: FileLimits) -> CountsOption:
-    """Return the counts of a trace with the ranks of the cluster and the experts of the model."""
-    counts = read_routing(trace, limits)
-    if counts.shape[2:] != (cluster.num_ranks, model.experts):
+def recorded(model: ModelShape, cluster: Cluster, file: Path, limits: FileLimits) -> Trace:
+    """Return a trace with the ranks of the cluster and the experts of the model."""
+    trace = read_routing(file, limits)
+    num_ranks, num_experts = trace.counts.shape[2:]
+    if (num_ranks, num_experts) != (cluster.num_ranks, model.experts):
         raise ValueError(
-            f"--trace {trace} has {counts.shape[2]} ranks and {counts.shape[3]} experts; expected the cluster's "
+            f"--trace {file} has {num_ranks} ranks and {num_experts} experts; expected the cluster's "
             f"{cluster.num_ranks} ranks and the model's {model.experts} experts"
         )
-    return counts
+    return trace
 
 
 def as_recorded(model: ModelShape, counts: CountsOption) -> ModelShape:
@@ -234,7 +235,7 @@ def simulate(
         if trace is None:
             counts = synthetic_counts(read, model, cluster, imbalance)
         else:
-            counts = recorded_counts(model, cluster, trace, limits)
+            counts = recorded(model, cluster, trace, limits).counts
             model = as_recorded(model, counts)
         step, name = read.step.build(), read.system if system is None else system
         model = step.parallel.share(model, cluster)

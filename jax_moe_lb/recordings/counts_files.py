@@ -49,31 +49,37 @@ def read_counts(
 
 def read_trace(path: Path, limits: FileLimits = FileLimits()) -> Trace:
     """Read the counts of several steps, `[steps, layers, R, E]`, and the step numbers."""
-    # Returns the trace. Without `steps`, steps are numbered from 0.
     arrays = _load("TRACE", path, limits)
     counts = arrays["counts"]
     if counts.ndim != 4:
         raise ValueError(f"TRACE {path}: counts has shape {counts.shape}; expected [steps, layers, R, E]")
-    # Empty counts may declare any number of steps.
-    found = checked("TRACE", path, counts, limits)
-    steps = arrays.get("steps", np.arange(len(counts)))
-    if steps.shape != counts.shape[:1] or not np.issubdtype(steps.dtype, np.integer):
-        raise ValueError(
-            f"TRACE {path}: steps has shape {steps.shape} and dtype {steps.dtype}; "
-            f"expected an integer for each of the {len(counts)} steps of counts"
-        )
-    return Trace(steps.tolist(), found)
+    return _numbered("TRACE", path, counts, arrays, limits)
 
 
-def read_routing(path: Path, limits: FileLimits = FileLimits()) -> Int[np.ndarray, "steps layers R E"]:
-    """Read the counts of one step, `[R, E]` or `[layers, R, E]`, or of several, `[steps, layers, R, E]`."""
-    counts = _load("--trace", path, limits)["counts"]
+def read_routing(path: Path, limits: FileLimits = FileLimits()) -> Trace:
+    """Read the counts of one step, `[R, E]` or `[layers, R, E]`, or those of `read_trace`."""
+    arrays = _load("--trace", path, limits)
+    counts = arrays["counts"]
     if counts.ndim not in (2, 3, 4):
         raise ValueError(
             f"--trace {path}: counts has shape {counts.shape}; expected [R, E], [layers, R, E] or [steps, layers, R, E]"
         )
-    wide = counts.reshape((1,) * (4 - counts.ndim) + counts.shape)
-    return checked("--trace", path, wide, limits)
+    return _numbered("--trace", path, counts.reshape((1,) * (4 - counts.ndim) + counts.shape), arrays, limits)
+
+
+def _numbered(
+    argument: str, path: Path, counts: np.ndarray, arrays: dict[str, np.ndarray], limits: FileLimits
+) -> Trace:
+    # Empty counts may declare any number of steps.
+    found = checked(argument, path, counts, limits)
+    # Without `steps`, steps are numbered from 0.
+    steps = arrays.get("steps", np.arange(len(counts)))
+    if steps.shape != counts.shape[:1] or not np.issubdtype(steps.dtype, np.integer):
+        raise ValueError(
+            f"{argument} {path}: steps has shape {steps.shape} and dtype {steps.dtype}; "
+            f"expected an integer for each of the {len(counts)} steps of counts"
+        )
+    return Trace(steps.tolist(), found)
 
 
 def write_plans(path: Path, plans: Sequence[Plan], leading_shape: tuple[int, ...]) -> None:

@@ -148,10 +148,10 @@ def one_level(tmp_path):
 @pytest.mark.thorough
 def test_advise_ranks_by_the_step(capsys, one_level, tmp_path):
     counts = skewed_counts(ModelShape(2, 64, 128, 8, 2, 512), 4, 2.0, 3)
-    np.save(tmp_path / "counts.npy", counts[:, None])
-    argv = ("advise", one_level, one_level, "--trace", tmp_path / "counts.npy", "--replica-slots", "1")
+    np.savez(tmp_path / "counts.npz", counts=counts[:, None], steps=[100, 200, 300])
+    argv = ("advise", one_level, one_level, "--trace", tmp_path / "counts.npz", "--replica-slots", "1")
     found = json.loads(output(capsys, *argv, "--json"))
-    assert found["workloads"] == ["step 1", "step 2"]
+    assert found["workloads"] == ["step 200", "step 300"]
     ratios = [np.median(row["of_plain"]) for row in found["systems"]]
     assert ratios == sorted(ratios)
     best, plain = found["systems"][0], next(row for row in found["systems"] if row["system"] == "plain")
@@ -162,7 +162,7 @@ def test_advise_ranks_by_the_step(capsys, one_level, tmp_path):
     text = output(capsys, *argv)
     assert f"Use {found['best']}: " in text
     assert best["usage"]["code"] in text
-    assert "Workloads: step 1; step 2; layers of each: 1; imbalance without balancing " in text
+    assert "Workloads: step 200; step 300; layers of each: 1; imbalance without balancing " in text
 
 
 @pytest.mark.thorough

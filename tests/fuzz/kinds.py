@@ -277,7 +277,7 @@ def is_words(read: Any) -> bool:
 
 KINDS = {
     "npy": Kind(write_npy, lambda at: read_counts(at / "counts.npy"), lambda value: is_counts(value, 3)),
-    "npy, version 2": Kind(write_npy_2, lambda at: read_routing(at / "counts.npy"), lambda value: is_counts(value, 4)),
+    "npy, version 2": Kind(write_npy_2, lambda at: read_routing(at / "counts.npy"), is_trace),
     "npz trace": Kind(write_npz, lambda at: read_trace(at / "trace.npz"), is_trace),
     "npz plan": Kind(write_plan, lambda at: Plan.load(at / "plan.npz"), is_plan),
     "pt, sums": Kind(
