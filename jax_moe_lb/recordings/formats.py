@@ -104,6 +104,9 @@ def _passes(dump: dict[str, Any], limits: FileLimits) -> Passes:
         if rank not in (-1, record["rank"]):
             raise ValueError(f"records have ranks {rank} and {record['rank']}; expected one rank per file")
         rank, number = record["rank"], record["forward_pass_id"]
+        # They may be of two models, whose sum is no pass of either.
+        if number in found:
+            raise ValueError(f"records have pass {shown(number)} twice; expected one record per forward_pass_id")
         copies = _integers("global_physical_count", record.get("global_physical_count"), 2)
         if copies.shape != places.shape:
             raise ValueError(

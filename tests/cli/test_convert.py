@@ -69,6 +69,13 @@ def test_ranks_that_recorded_the_same_tokens_count_once(tmp_path):
     np.testing.assert_array_equal(trace.counts[0].sum(1), passes(6, 0))
 
 
+def test_a_pass_is_recorded_once(tmp_path, capsys):
+    source = RECORDED / "passes" / "expert_distribution_recorder_1.5_0.pt"
+    rewritten(tmp_path / "twice.pt", source, b"h\x04K\x08", b"h\x04K\x07")
+    text = refusal(capsys, "convert", tmp_path / "twice.pt", "--ranks", 2, "--out", tmp_path / "out.npz")
+    assert "records have pass 7 twice; expected one record per forward_pass_id" in text
+
+
 def write_megatron(folder, change=lambda rank, records: records):
     """Write two pipeline stages of two ranks, two microbatches per step, with the last step of rank 3 truncated."""
     rng, counts = np.random.default_rng(0), np.zeros((2, 2, 2, 2, 6), int)
