@@ -106,6 +106,9 @@ def train(
             )
             watching = _loggers(loggers or [], profile)
             if target is not None:
+                if distributed:
+                    expected = "expected one of them, as one process compiles the step for all devices"
+                    raise ValueError(f"distributed is set beside dry_run; {expected}")
                 asked.dry_run(target)
                 raise typer.Exit
             processes = updated(base.multi_process, given.get("multi_process", {}), "multi_process.")

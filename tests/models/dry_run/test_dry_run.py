@@ -33,6 +33,7 @@ from models.training.step import make_programs
         ("tiny --dry-run h100:1x8 --template-set a=1", "template_set is 'a=1'; expected a checkpoint with a chat"),
         ("tiny --dry-run h100:1x8 --resume --run-dir none", "resume is set, but 'none' has no checkpoint; expected"),
         ("tiny --dry-run h100:1x8 --resume --overwrite", "both overwrite and resume are set; expected one of them"),
+        ("tiny --dry-run h100:1x8 --distributed", "distributed is set beside dry_run; expected one of them, as one"),
         ("mixtral-8x7b", "data.tokenizer is None; expected a tokenizer.json for mixtral-8x7b"),
         ("mixtral-8x7b --dry-run h100:8x8 --set model.num_layers=2", "model.num_layers is 2; expected none with"),
         ("mixtral-8x7b --dry-run h100:8x8 --set relocation.interval=9", "relocation.interval is 9; expected none with"),
