@@ -103,8 +103,6 @@ def prepare(
     limits: FileLimits = FileLimits(),
 ) -> Run:
     """Check all inputs that can be invalid, and only then modify the run folder."""
-    if overwrite and (resume or restart):
-        raise ValueError("both overwrite and resume are set; expected one of them")
     corpus.check_length(config.batch.sequence_length)
     folder, mesh = RunFolder(run_dir, limits), make_mesh(config.parallel)
     check_memory(config, mesh)
