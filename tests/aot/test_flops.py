@@ -113,16 +113,33 @@ def test_a_triton_product_with_matrices_in_parts(rows, result, kind):
     assert (form.kind, form.kernel, form.rows, form.groups) == (kind, "triton", 64, 3)
 
 
-def test_a_hopper_kernel_has_the_sizes_of_its_products_in_its_name():
+@pytest.mark.parametrize(("target", "kernel"), [("mosaic_gpu_v2", "hopper"), ("tpu_custom_call", "pallas")])
+def test_a_kernel_of_this_package_has_the_sizes_of_its_products_in_its_name(target, kernel):
     """One kernel multiplies by up and gate, in parts, and activates the products."""
     operands = ("bf16[64,5]", "bf16[2,5,7]", "bf16[1,5,7]", "bf16[2,5,7]", "bf16[1,5,7]", "s32[12]")
     names = ", ".join(f"%p{i}" for i in range(len(operands)))
     metadata = 'metadata={op_name="jit(moe)/experts/grouped_hidden_64x5x14/mpmd_map"}'
-    call = f'bf16[64,7] custom-call({names}), custom_call_target="mosaic_gpu_v2", {metadata}'
+    call = f'bf16[64,7] custom-call({names}), custom_call_target="{target}", {metadata}'
     assert flops_of(call, *operands) == 2 * 64 * 5 * 7 * 2
     module = module_of(call, *operands)
     entry = module.computations[module.entry]
-    assert product_form(module, entry, entry.root).kernel == "hopper"
+    form = product_form(module, entry, entry.root)
+    assert (form.kernel, form.padding) == (kernel, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("tiling", "shapes", "result", "padding"),
+    [
+        ("128,2048,640", ["bf16[256,2048]", "bf16[3,2048,768]"], "bf16[256,768]", 1280 / 768),
+        ("128,768,1664", ["bf16[256,768]", "bf16[3,768,2048]"], "bf16[256,2048]", 3328 / 2048),
+        ("128,2048,256", ["bf16[256,2048]", "bf16[256,1536]"], "bf16[3,2048,1536]", 1.0),
+    ],
+)
+def test_a_product_of_xla_on_a_tpu_computes_whole_tiles(tiling, shapes, result, padding):
+    attributes = f'custom_call_target="tpu_custom_call", frontend_attributes={{ragged_dot_tiling="{tiling}"}}'
+    module = module_of(f"{result} custom-call(%p0, %p1), {attributes}", *shapes)
+    entry = module.computations[module.entry]
+    assert product_form(module, entry, entry.root).padding == pytest.approx(padding)
 
 
 @pytest.mark.parametrize(("target", "products"), [("fmhaSoftmax", 2), ("fmhaSoftmaxBackward", 5)])

@@ -7,7 +7,7 @@ import pytest
 
 from jax_moe_lb.aot.execution_counts import Launches, launches
 from jax_moe_lb.aot.schedule import Kind, Loop, stage_of
-from tests.aot.scheduled import TEXT, schedule
+from tests.aot.scheduled import GROUPS, LISTS, TEXT, schedule
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +32,12 @@ def test_operations_are_in_order_with_kinds_and_stages(by_name):
         ("rounds", Kind.LOOP, "other"),
         ("thrice", Kind.LOOP, "backward/route"),
     ]
+
+
+def test_an_exchange_with_a_name_has_its_stage():
+    back = f"ragged-all-to-all(%view, %results, {LISTS}), {GROUPS}"
+    named = TEXT.replace(back, f'{back}, metadata={{op_name="jit(f)/backward/replicate/ragged_all_to_all"}}')
+    assert {one.name: one.stage for one in schedule(named)}["back"] == "backward/replicate"
 
 
 def test_an_exchange_keeps_its_shape(by_name):

@@ -342,6 +342,19 @@ def test_kernels_of_tpus_take_a_time_for_each_row(kernel, rate):
     assert not any(each.items for each in ALL)
 
 
+def test_products_of_tpus_compute_whole_tiles_of_rows_and_columns():
+    """Tiles of rows begin at multiples of their size, so each group of a shared tile computes it."""
+    time, product = OperationTime(Target.parse("v5e:2x4"), EVEN), replace(ONE["hidden"], flops=10**12)
+    form = product.product
+    rows = EVEN.rows(0)
+    ends = np.cumsum(rows, 1)
+    tiles = np.where(rows > 0, -(-ends // 128) - (ends - rows) // 128, 0)
+    assert time._served(product, form, 0) == 128 * tiles.sum(1).max() >= rows.sum(1).max()
+    once, padded = (time.of(replace(product, product=replace(form, padding=by)), 0).seconds for by in (1.0, 1.5))
+    start = device_rates("v5e", "tpu").start
+    assert (padded - start) / (once - start) == pytest.approx(1.5)
+
+
 def test_a_planner_kernel_takes_a_time_for_each_vector_of_a_step():
     """One step per replica, in two domains of 64 ranks with 2 slots and 4 home experts."""
     results = "(s32[2,2,64,128]{3,2,1,0}, s32[2,2,64,128]{3,2,1,0}, s32[2,4,64,128]{3,2,1,0}, s32[2,64,128]{2,1,0})"
