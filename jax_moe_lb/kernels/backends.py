@@ -291,7 +291,12 @@ def _no_tpu_kernel(product: Product) -> str | None:
         return reason
     if (device := get_default_device()).platform != "tpu":
         return f"the default device is {_name(device)}; expected a TPU"
-    return _misfit(product, (jnp.bfloat16,), (product.num_rows, *product.widths, *product.parts))
+    if reason := _misfit(product, (jnp.bfloat16,), (product.num_rows, *product.widths, *product.parts)):
+        return reason
+    # Imported lazily: the compiler of kernels is not part of every installation.
+    from jax_moe_lb.kernels import tpu_products
+
+    return tpu_products.why_not(product)
 
 
 def _misfit(product: Product, dtypes: tuple[Any, ...], sizes: tuple[int, ...] = ()) -> str | None:

@@ -43,6 +43,15 @@ def can_activate(experts: Experts) -> bool:
     return not any(map(jnp.ndim, traced.consts)) and _primitives(traced.jaxpr) <= ELEMENTWISE
 
 
+def can_fuse(inner: int, hidden: int, num_parts: int) -> bool:
+    """Return whether kernels of these widths have tiles as wide as products without activations."""
+    if get_default_device().platform != "tpu":
+        return True
+    from jax_moe_lb.kernels import tpu_products
+
+    return tpu_products.can_fuse(inner, hidden, num_parts)
+
+
 def gradients(
     batch: BackwardRows, experts: Parts, groups: RowGroups, dtype: DType, again: Callable[[Array], Parts] | None
 ) -> tuple[Rows, Float[Array, "A 1"], dict[str, tuple[Array, ...]]]:

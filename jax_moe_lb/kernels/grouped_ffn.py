@@ -126,7 +126,7 @@ def fuses(rows: Rows, experts: Experts | ExpertParts) -> bool:
         return False
     from jax_moe_lb.kernels import fused_ffn
 
-    return fused_ffn.can_activate(first)
+    return fused_ffn.can_activate(first) and fused_ffn.can_fuse(inner, outer, len(_parts(experts)))
 
 
 def _on_device(fused: Callable[..., Any], other: Callable[..., Any], *operands: Any) -> Any:

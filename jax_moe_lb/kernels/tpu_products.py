@@ -19,19 +19,19 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.extend.backend import get_default_device
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jax_moe_lb.core.tpu_vectors import LANES, tile_rows
+from jax_moe_lb.core.tpu_vectors import LANES
 from jax_moe_lb.core.types import DType, GroupSizes, Ref, iota
+from jax_moe_lb.kernels.backends import Product
 from jax_moe_lb.kernels.fused_products import Epilogue, Factor, Results, Term, store_products
 from jax_moe_lb.kernels.operands import RowGroups
 
-TILE_BYTES = 36 * 2**20
-"""Vector memory for two tiles of each operand and result, and for sums."""
+ITEMSIZE = 2
+"""Bytes of a bfloat16."""
 
-LIMIT_BYTES = 56 * 2**20
-"""Vector memory of a kernel, with values between operations. A core has at least 64 MB."""
+FOR_TILES, FOR_KERNEL = 9 / 16, 7 / 8
+"""Shares of the vector memory for tiles, and for a kernel with values between operations."""
 
 
 class Visits(NamedTuple):
@@ -43,11 +43,34 @@ class Visits(NamedTuple):
     ends: Int[Array, "S"]  # end of the rows
 
 
+def why_not(product: Product) -> str | None:
+    """Return the reason why XLA's kernel may be faster for a product, or `None`."""
+    if product.kind == "outer":
+        return None
+    depth, width = product.widths
+    columns, least = _columns(width, len(product.parts), [depth], 1), _least_columns(width)
+    if columns < least:
+        return f"{columns} of {width} columns fit in a tile; expected {least}, as its rows are read once per tile"
+    return None
+
+
+def can_fuse(inner: int, hidden: int, num_parts: int) -> bool:
+    """Return whether the kernels of a whole network have tiles wide enough for the matrix units."""
+    # Rows are read once for `up` and gate.
+    of_rows = 2 * _columns(inner, 2 * num_parts, [hidden], 3)
+    return of_rows >= _least_columns(inner) and _columns(hidden, num_parts, [inner] * 2, 1) >= _least_columns(hidden)
+
+
+def _least_columns(width: int) -> int:
+    # By fewer columns, a step would take less time than the copy of its rows.
+    return min(2 * _chip().mxu_column_size, pl.cdiv(width, _chip().num_cores))
+
+
 def visits_of(
     group_sizes: GroupSizes, num_rows: int, is_cleared: Bool[Array, "S"] | None = None
 ) -> tuple[Visits, Array]:
     """Return the steps over the tiles of all groups with rows or with `is_cleared`, and their number."""
-    size, num_groups = tile_rows(), group_sizes.shape[0]
+    size, num_groups = _chip().mxu_column_size, group_sizes.shape[0]
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     starts = ends - group_sizes
     first = jax.lax.div(starts, jnp.int32(size))
@@ -111,6 +134,10 @@ def outer(
     """Compute `grouped_outer`; several arrays `others` are neighboring columns. Rows beyond the groups may be NaN."""
     given, (num_rows, inner) = others if isinstance(others, tuple) else (others,), rows.shape
     kernel = _Outer.of(rows, given, parts, dtype)
+    if len(given) > 1 and (kernel.tile[1] % LANES or kernel.widths[1] % kernel.tile[1]):
+        # A tile of columns must not cross the border between two arrays.
+        given = (jnp.concatenate(given, 1),)
+        kernel = _Outer.of(rows, given, parts, dtype)
     visits, total = visits_of(groups.sizes, num_rows, groups.has_sums)
     shapes = [((count, inner, kernel.width), dtype) for count in parts]
     grid, sizes = (*kernel.num_tiles, total), (num_rows, inner, kernel.width)
@@ -154,7 +181,8 @@ def _launch(
         ),
         out_shape=results,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=(pltpu.PARALLEL, *[pltpu.ARBITRARY] * (len(grid) - 1)), vmem_limit_bytes=LIMIT_BYTES
+            dimension_semantics=(pltpu.PARALLEL, *[pltpu.ARBITRARY] * (len(grid) - 1)),
+            vmem_limit_bytes=_vector_bytes(FOR_KERNEL),
         ),
         # By its cost, the compiler decides which exchanges run beside the kernel.
         cost_estimate=pl.CostEstimate(flops=2 * math.prod(sizes), bytes_accessed=nbytes, transcendentals=0),
@@ -175,19 +203,12 @@ class _Product:
 
     @classmethod
     def of(cls, terms: Sequence[Term], width: int, transposed: bool, epilogue: Epilogue) -> "_Product":
-        rows, itemsize = tile_rows(), terms[0].rows.dtype.itemsize
-        depths = [term.rows.shape[1] for term in terms]
-        matrices = sum(len(factor.parts) * term.rows.shape[1] for term in terms for factor in term.factors)
-        results = rows * (len(epilogue.operands) + epilogue.num_results)
-
-        def nbytes(columns: int) -> int:
-            return 2 * itemsize * (rows * sum(depths) + columns * (matrices + results))
-
-        columns = next(
-            size for size in _tile_widths(width, _num_cores()) if nbytes(size) <= TILE_BYTES or size <= LANES
+        depths, parts = [term.rows.shape[1] for term in terms], terms[0].factors[0].parts
+        num_results = len(epilogue.operands) + epilogue.num_results
+        columns = _columns(width, len(parts) * len(terms[0].factors), depths, num_results)
+        return cls(
+            _chip().mxu_column_size, columns, width, tuple(part.shape[0] for part in parts), transposed, epilogue
         )
-        groups = tuple(part.shape[0] for part in terms[0].factors[0].parts)
-        return cls(rows, columns, width, groups, transposed, epilogue)
 
     @property
     def num_tiles(self) -> int:
@@ -247,8 +268,7 @@ class _Product:
         _for_part(visits.group[v], self.groups, compute)
 
     def _multiply(self, rows: Ref, matrices: Ref) -> Array:
-        over = (((1,), (1 if self.transposed else 0,)), ((), ()))
-        return jax.lax.dot_general(rows[...], matrices[0], over, preferred_element_type=jnp.float32)
+        return _dot(rows[...], matrices[0], (1, 1 if self.transposed else 0))
 
     def _store_sums(self, summand: Array, inside: Array, out: Ref) -> None:
         if self.width % self.columns:
@@ -268,15 +288,15 @@ class _Outer:
 
     @classmethod
     def of(cls, rows: Array, others: tuple[Array, ...], parts: tuple[int, ...], dtype: DType) -> "_Outer":
-        size, itemsize, widths = tile_rows(), rows.dtype.itemsize, (rows.shape[1], others[0].shape[1])
+        size, widths = _chip().mxu_column_size, (rows.shape[1], others[0].shape[1])
 
         def nbytes(tile: tuple[int, int]) -> int:
             of_results = 4 + 2 * len(parts) * jnp.dtype(dtype).itemsize
-            return tile[0] * tile[1] * of_results + 2 * itemsize * size * (tile[0] + tile[1] * len(others))
+            return tile[0] * tile[1] * of_results + 2 * ITEMSIZE * size * (tile[0] + tile[1] * len(others))
 
-        left, right = _tile_widths(widths[0], _num_cores()), _tile_widths(widths[1])
+        left, right = _tile_widths(widths[0], _chip().num_cores), _tile_widths(widths[1])
         tile = next(left), next(right)
-        while nbytes(tile) > TILE_BYTES and max(tile) > LANES:
+        while nbytes(tile) > _vector_bytes(FOR_TILES) and max(tile) > LANES:
             tile = (next(left), tile[1]) if tile[0] >= tile[1] else (tile[0], next(right))
         return cls(size, tile, widths, len(others), parts)
 
@@ -314,7 +334,6 @@ class _Outer:
         return _Tiles(operands, results, (pltpu.VMEM(self.tile, jnp.float32),))
 
     def step(self, visits: Visits, operands: PyTree, *refs: Ref) -> None:
-        """Add the products of the rows of one group in one tile to the sums."""
         (rows, others), outs, sums = operands, refs[:-1], refs[-1]
         v, last = pl.program_id(2), pl.num_programs(2) - 1
         group = visits.group[v]
@@ -329,10 +348,7 @@ class _Outer:
             sums[...] = jnp.zeros_like(sums)
 
         def add(n: int) -> None:
-            over_rows = (((0,), (0,)), ((), ()))
-            sums[...] += jax.lax.dot_general(
-                masked(rows), masked(others[n]), over_rows, preferred_element_type=jnp.float32
-            )
+            sums[...] += _dot(masked(rows), masked(others[n]), (0, 0))
 
         _for_part(pl.program_id(1), (self.num_columns,) * self.num_others, add)
 
@@ -344,13 +360,34 @@ class _Outer:
             _for_part(group, self.groups, write)
 
 
+def _dot(left: Array, right: Array, over: tuple[int, int]) -> Array:
+    # The precision of the context may be one that the matrix units lack for these dtypes.
+    dimensions = (((over[0],), (over[1],)), ((), ()))
+    return jax.lax.dot_general(
+        left, right, dimensions, precision=jax.lax.Precision.DEFAULT, preferred_element_type=jnp.float32
+    )
+
+
 def _of_rows(rows: int, width: int) -> Any:
     return pl.BlockSpec((rows, width), lambda j, v, group, tile, *_: (tile[v], 0))
 
 
-def _num_cores() -> int:
-    """Return the cores of the default device, which share the tiles of the first dimension of a grid."""
-    return getattr(get_default_device(), "num_cores", None) or 1
+def _columns(width: int, num_matrices: int, depths: Sequence[int], num_results: int) -> int:
+    """Return the columns of a tile: as many as fit, twice, beside the rows; `num_matrices` is per term."""
+    rows, widths = _chip().mxu_column_size, _tile_widths(width, _chip().num_cores)
+
+    def nbytes(columns: int) -> int:
+        return 2 * ITEMSIZE * (sum(depths) * (rows + num_matrices * columns) + rows * num_results * columns)
+
+    return next(size for size in widths if nbytes(size) <= _vector_bytes(FOR_TILES) or size <= LANES)
+
+
+def _chip() -> pltpu.TpuInfo:
+    return pltpu.get_tpu_info()
+
+
+def _vector_bytes(share: float) -> int:
+    return int(share * _chip().vmem_capacity_bytes)
 
 
 def _tile_widths(width: int, least: int = 1) -> Iterator[int]:

@@ -10,8 +10,8 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental import pallas
 from jax.experimental.pallas import mosaic_gpu
+from jax.experimental.pallas import tpu as pltpu
 
-from jax_moe_lb.core import tpu_vectors
 from jax_moe_lb.core.experts import ClampedSwiGLU, Experts, dense_ffn, geglu, gelu_exact, relu_squared
 from jax_moe_lb.kernels import backends, fused_ffn, grouped_ffn, grouped_matmul, mosaic_api, tpu_products
 from jax_moe_lb.kernels.backends import HOPPER, prefer_backend
@@ -25,14 +25,14 @@ PARTS = (slice(2), slice(2, 4))
 apart = partial(split_experts, parts=PARTS)
 SIZES = {"uneven": (40, 0, 0, 63), "one hot": (0, 0, 128, 0), "no rows": (0, 0, 0, 0)}
 HOPPER_GPU = SimpleNamespace(platform="gpu", compute_capability=HOPPER, core_count=2)
-TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite", num_cores=1)
+TPU = SimpleNamespace(platform="tpu")
 KERNELS = {"Hopper kernel": ("cuda", HOPPER_GPU), "Pallas kernel": ("tpu", TPU)}
 
 
 @pytest.fixture(params=KERNELS, autouse=True)
 def kernel(request, monkeypatch):
     platform, device = KERNELS[request.param]
-    for module in (backends, mosaic_api, fused_ffn, tpu_products, tpu_vectors):
+    for module in (backends, mosaic_api, fused_ffn):
         monkeypatch.setattr(module, "get_default_device", lambda: device)
     for module in (backends, fused_ffn):
         # The effects of the interpreter do not pass this primitive, which has none.
@@ -40,6 +40,8 @@ def kernel(request, monkeypatch):
     monkeypatch.setattr(grouped_ffn, "_on_device", lambda fused, other, *operands: fused(*operands))
     monkeypatch.setattr(grouped_matmul, "_by_platform", on_platform(request.param, platform))
     if platform == "tpu":
+        chip = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V5E, 1)
+        monkeypatch.setattr(tpu_products, "_chip", lambda: chip)
         monkeypatch.setattr(pallas, "pallas_call", partial(pallas.pallas_call, interpret=True))
         yield request.param
         return

@@ -1,5 +1,6 @@
 """Kernels of products for TPUs, interpreted on the CPU; compiled, they run on TPUs only."""
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -8,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas
+from jax.experimental.pallas import tpu as pltpu
 
 from jax_moe_lb import Buffers, TopK, Topology, exact
-from jax_moe_lb.core import tpu_vectors
 from jax_moe_lb.kernels import backends, fused_ffn, grouped_ffn, tpu_products
 from jax_moe_lb.kernels import grouped_matmul as op
 from jax_moe_lb.kernels.backends import Product, choose_backend
@@ -38,15 +39,17 @@ SIZES = {
     "replicas alone": (0, 0, 0, 200, 0),
     "ends beside tiles": (127, 1, 128, 0, 8),
 }
-V5E = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite", num_cores=1)
-V5P = SimpleNamespace(platform="tpu", device_kind="TPU v5", num_cores=2)
-V6E = SimpleNamespace(platform="tpu", device_kind="TPU v6 lite", num_cores=1)
+V5E, V5P, V6E = pltpu.ChipVersion.TPU_V5E, pltpu.ChipVersion.TPU_V5P, pltpu.ChipVersion.TPU_V6E
 
 
-def on_tpu(monkeypatch, device):
+def on_tpu(monkeypatch, chip, vector_bytes=None):
     """Pretend that a TPU is the default device."""
-    for module in (backends, tpu_products, tpu_vectors, fused_ffn):
-        monkeypatch.setattr(module, "get_default_device", lambda: device)
+    for module in (backends, fused_ffn):
+        monkeypatch.setattr(module, "get_default_device", lambda: SimpleNamespace(platform="tpu"))
+    info = pltpu.get_tpu_info_for_chip(chip, 2 if chip == V5P else 1)
+    if vector_bytes is not None:
+        info = replace(info, vmem_capacity_bytes=vector_bytes)
+    monkeypatch.setattr(tpu_products, "_chip", lambda: info)
 
 
 @pytest.fixture(autouse=True)
@@ -74,21 +77,27 @@ def test_steps_visit_each_row_of_each_group_once(sizes, rows, monkeypatch):
     assert int(cleared.tile.max()) <= (NUM_ROWS - 1) // rows
 
 
-DEVICES = {"one tile": (V5E, tpu_products.TILE_BYTES), "small tiles": (V6E, 2**18), "two cores": (V5P, 2**20)}
+DEVICES = {"one tile": (V5E,), "small tiles": (V6E, 2**19), "two cores": (V5P, 2**21)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transposed", [False, True])
 @parametrize("sizes, device", [("uneven", "small tiles")], [(sizes, device) for sizes in SIZES for device in DEVICES])
 def test_products_of_parts(sizes, device, transposed, monkeypatch):
-    on_tpu(monkeypatch, DEVICES[device][0])
-    monkeypatch.setattr(tpu_products, "TILE_BYTES", DEVICES[device][1])
+    on_tpu(monkeypatch, *DEVICES[device])
     rows, matrices = make_operands(SIZES[sizes], (384, 200), NUM_ROWS)
     weights = matrices.mT if transposed else matrices
-    multiply = partial(matmul_of(KERNEL, "tpu"), transposed=transposed)
-    operands = rows, (weights[:3], weights[3:]), jnp.array(SIZES[sizes], jnp.int32)
-    got = jax.jit(multiply)(*operands)
-    assert_products(got, rows, matrices, SIZES[sizes])
+    multiply = partial(tpu_products.product, group_sizes=jnp.array(SIZES[sizes], jnp.int32), transposed=transposed)
+    assert_products(jax.jit(multiply)(rows, weights[:3], weights[3:]), rows, matrices, SIZES[sizes])
+
+
+@pytest.mark.slow
+def test_products_of_a_tpu_take_parts():
+    sizes = SIZES["uneven"]
+    rows, matrices = make_operands(sizes, (384, 200), NUM_ROWS)
+    operands = rows, (matrices[:3], matrices[3:]), jnp.array(sizes, jnp.int32)
+    multiply = matmul_of(KERNEL, "tpu")
+    assert_products(jax.jit(multiply)(*operands), rows, matrices, sizes)
     assert "concatenate" not in str(jax.make_jaxpr(multiply)(*operands))
 
 
@@ -97,8 +106,7 @@ def test_products_of_parts(sizes, device, transposed, monkeypatch):
 @parametrize("sizes, device", [("uneven", "small tiles")], [(sizes, device) for sizes in SIZES for device in DEVICES])
 def test_sums_of_parts(sizes, device, dtype, monkeypatch):
     """Rows of no group are NaN and read by no sum."""
-    on_tpu(monkeypatch, DEVICES[device][0])
-    monkeypatch.setattr(tpu_products, "TILE_BYTES", DEVICES[device][1])
+    on_tpu(monkeypatch, *DEVICES[device])
     rows, others = (make_operands(SIZES[sizes], widths, NUM_ROWS)[0] for widths in ((384, 200), (200, 384)))
     groups = RowGroups(jnp.array(SIZES[sizes], jnp.int32))
     got = jax.jit(partial(outer_of(KERNEL, "tpu"), dtype=dtype, parts=PARTS))(rows, others, groups)
@@ -115,6 +123,20 @@ def test_a_nan_stays_in_its_group():
     (got,) = tpu_products.outer(rows, rows, groups, parts=(4,), dtype=jnp.float32)
     assert np.isnan(got[0]).all()
     np.testing.assert_array_equal(got[1:, 0, 0], [20, 0, 3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [200, 256, 384])
+def test_sums_of_neighboring_columns(width, monkeypatch):
+    """Tiles that do not divide the width of an array would cross the border to the next one."""
+    on_tpu(monkeypatch, V5E, 2**20)
+    sizes = SIZES["uneven"]
+    rows, *others = (make_operands(sizes, (one, 128), NUM_ROWS)[0] for one in (128, width, width))
+    others[1] = 2 * others[1]
+    groups = RowGroups(jnp.array(sizes, jnp.int32))
+    got = jnp.concatenate(tpu_products.outer(rows, tuple(others), groups, parts=PARTS, dtype=jnp.float32))
+    want = sums_by_group(rows, np.concatenate(others, 1), sizes)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -169,7 +191,35 @@ def test_what_does_not_fit_is_left_to_others(product, why):
     assert choice.rejected[KERNEL] == why
 
 
+@pytest.mark.parametrize(
+    ("chip", "widths", "kind", "why"),
+    [
+        # Qwen3-30B-A3B, DeepSeek-V3 and Mixtral-8x7B, with parts.
+        (V5E, (768, 2048), "product", None),
+        (V5E, (7168, 2048), "product", None),
+        (V5P, (2048, 7168), "transposed", None),
+        (V5E, (14336, 4096), "product", None),
+        (V5P, (32768, 4096), "product", "128 of 4096 columns fit in a tile; expected 256"),
+        # Two cores share the columns.
+        (V5P, (128, 256), "product", None),
+        (V5P, (32768, 4096), "outer", None),
+    ],
+)
+def test_tiles_are_wide_enough_for_the_matrix_units(chip, widths, kind, why, monkeypatch):
+    on_tpu(monkeypatch, chip)
+    found = tpu_products.why_not(replace(make_product(widths), kind=kind))
+    assert found is None if why is None else found.startswith(why)
+
+
+@pytest.mark.parametrize(("chip", "fuses_wide"), [(V5E, True), (V5P, False), (V6E, False)])
+def test_kernels_of_whole_networks_have_narrower_tiles(chip, fuses_wide, monkeypatch):
+    on_tpu(monkeypatch, chip)
+    assert tpu_products.can_fuse(768, 2048, 2)
+    assert tpu_products.can_fuse(2048, 7168, 2)
+    assert tpu_products.can_fuse(14336, 4096, 2) == fuses_wide
+
+
 def test_programs_traced_for_other_devices_have_no_kernel(monkeypatch):
-    on_tpu(monkeypatch, SimpleNamespace(platform="cpu"))
+    monkeypatch.setattr(backends, "get_default_device", lambda: SimpleNamespace(platform="cpu"))
     choice = choose_backend(make_product(), "tpu")
     assert choice.rejected[KERNEL] == "the default device is cpu; expected a TPU"
