@@ -31,7 +31,10 @@ ITEMSIZE = 2
 """Bytes of a bfloat16."""
 
 FOR_TILES, FOR_KERNEL = 9 / 16, 7 / 8
-"""Shares of the vector memory for tiles, and for a kernel with values between operations."""
+"""Shares of the vector memory for the largest tiles, and for a kernel with values between operations."""
+
+VALUES_BYTES = 16 * 2**20
+"""Bytes of these values. The compiler keeps other arrays in the rest of the vector memory."""
 
 
 class Visits(NamedTuple):
@@ -165,6 +168,9 @@ def _launch(
     varies = jax.typeof(leaves[0]).manual_axis_type
     results = [jax.ShapeDtypeStruct(*one, manual_axis_type=varies) for one in shapes]
     nbytes = sum(one.size * one.dtype.itemsize for one in (*leaves, *results))
+    blocks = zip([*jax.tree.leaves(tiles.operands), *tiles.results], [*leaves, *results], strict=True)
+    tile_bytes = 2 * sum(math.prod(spec.block_shape) * one.dtype.itemsize for spec, one in blocks)
+    tile_bytes += sum(math.prod(one.shape) * one.dtype.itemsize for one in tiles.scratch)
 
     def run(*refs: Ref) -> None:
         first, last = len(visits), len(visits) + len(leaves)
@@ -182,7 +188,7 @@ def _launch(
         out_shape=results,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=(pltpu.PARALLEL, *[pltpu.ARBITRARY] * (len(grid) - 1)),
-            vmem_limit_bytes=_vector_bytes(FOR_KERNEL),
+            vmem_limit_bytes=min(tile_bytes + VALUES_BYTES, _vector_bytes(FOR_KERNEL)),
         ),
         # By its cost, the compiler decides which exchanges run beside the kernel.
         cost_estimate=pl.CostEstimate(flops=2 * math.prod(sizes), bytes_accessed=nbytes, transcendentals=0),
