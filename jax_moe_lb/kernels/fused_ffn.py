@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from jax_moe_lb.core.experts import Experts, swiglu
 from jax_moe_lb.core.manual_axes import unvarying_call, vary_alike
-from jax_moe_lb.core.schedule import in_order
+from jax_moe_lb.core.schedule import in_order, in_order_on_tpu
 from jax_moe_lb.core.types import DType, GroupSizes, Rows
 from jax_moe_lb.kernels.fused_products import Epilogue, Factor, Results, Term
 from jax_moe_lb.kernels.operands import BackwardRows, RowGroups
@@ -56,10 +56,14 @@ def gradients(
     batch: BackwardRows, experts: Parts, groups: RowGroups, dtype: DType, again: Callable[[Array], Parts] | None
 ) -> tuple[Rows, Float[Array, "A 1"], dict[str, tuple[Array, ...]]]:
     """Return the gradients of rows, of row weights, and of each kind of weights in parts."""
-    (rows, weights, upstream, kept), group_sizes = batch, groups.sizes
+    (rows, weights, words, saved), group_sizes = batch, groups.sizes
     sizes = tuple(part.up.shape[0] for part in experts)
     outers = partial(weight_gradients, groups=groups, parts=sizes, dtype=dtype)
-    kept = kept or inner_products(rows, experts, group_sizes)
+    kept: Products = saved or inner_products(rows, experts, group_sizes)
+    if words.ndim > 2:
+        # Otherwise the exchange of these gradients may end before the products, and nothing runs beside it.
+        kept, words = in_order_on_tpu(kept, words)
+    upstream = words.reshape(rows.shape)
     of_products, hidden, of_weights = activation_gradients(kept, weights, experts, group_sizes, upstream)
     of_kinds = {"down": outers(hidden, (upstream,))}
     last = experts if again is None else again(of_products[0])
@@ -224,6 +228,5 @@ def _primitives(jaxpr: Any) -> frozenset[str]:
 
 
 def _call(function: Callable[..., Any], *operands: Any) -> Any:
-    """Call a function of pytrees without the mesh axes of `jax.shard_map`."""
     leaves, form = jax.tree.flatten(operands)
     return unvarying_call(lambda *leaves: function(*jax.tree.unflatten(form, leaves)), *vary_alike(leaves))

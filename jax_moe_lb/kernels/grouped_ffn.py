@@ -245,7 +245,7 @@ def grouped_ffn_gradients(
 def _gradients_in_windows(
     batch: BackwardRows, experts: Experts, groups: RowGroups, sums: Experts | None, *, sums_dtype: DType
 ) -> tuple[Rows, Float[Array, "A 1"], Experts]:
-    wide = wide_dtype(batch.rows)
+    batch, wide = batch.in_rows, wide_dtype(batch.rows)
     if sums is None:
         sums = jax.tree.map(jnp.zeros_like, experts.trained)
     # Round after the sum over all windows.
@@ -274,7 +274,7 @@ def _gradients_at_once(
     sums_dtype: DType,
     again: Callable[[Array], Experts | ExpertParts] | None = None,
 ) -> tuple[Rows, Float[Array, "A 1"], Experts | ExpertParts]:
-    (rows, weights, upstream, products), group_sizes = batch, groups.sizes
+    (rows, weights, upstream, products), group_sizes = batch.in_rows, groups.sizes
     experts, inner = jax.tree.map(usual_layout, experts), _first(experts).inner_kinds
     # Clear rows beyond the groups: weight gradients sum over all rows.
     clear = partial(clear_tail, group_sizes=group_sizes, on=_reading_tail(rows, experts, sums_dtype))

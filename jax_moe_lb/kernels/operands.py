@@ -37,9 +37,16 @@ class BackwardRows(NamedTuple):
 
     rows: Rows  # inputs of the experts
     weights: Float[Array, "A 1"]  # factors of the outputs
-    upstream: Rows  # gradients of the weighted outputs
+    # Gradients of the weighted outputs, `[A, H]`, or `[A, P, H / P]` as an exchange wrote them: products that do not
+    # read them then run beside the exchange
+    upstream: Float[Array, "A *H"]
     # Products before the activation, saved by the forward pass; `None` (default) to compute them
     products: tuple[Float[Array, "A _"], ...] | None = None
+
+    @property
+    def in_rows(self) -> "BackwardRows":
+        """The same, with `upstream` as rows."""
+        return self._replace(upstream=self.upstream.reshape(self.rows.shape))
 
 
 def clear_tail(

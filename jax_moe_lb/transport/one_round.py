@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
+from jax_moe_lb.collectives.ragged_all_to_all import as_words
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.schedule import in_order, in_order_on_cuda, in_order_on_tpu
 from jax_moe_lb.core.topology import Topology
@@ -142,7 +143,7 @@ def gradient_round(
         row_weights, group_sizes = one.send(weights_in_order(batch.weights, one.receipt), 0)
         words, row_weights, row_upstream = _received(one, batch, row_weights, saved, before)
     (of_copies, of_weights), sums = carry
-    rows = BackwardRows(one.decoded(words), row_weights, row_upstream, saved.products)
+    rows = BackwardRows(one.decoded(words), row_weights, as_words(row_upstream), saved.products)
     of_rows, of_row_weights, sums = pull_back(rows, group_sizes, sums)
     with jax.named_scope("combine"):
         of_weights, of_rows = in_order(one.send_back(of_row_weights, 0, of_weights), of_rows)
