@@ -43,7 +43,6 @@ JAX_PLATFORMS=cpu "$work/venv/bin/jax-moe-lb" simulate h100_node --json >/dev/nu
 run_tests() { JAX_PLATFORMS=cpu "$python" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -p no:cacheprovider "$@"; }
 # Only of the rooms that depend on the versions of JAX and Python; make test-all runs the others.
 rooms=(core routing kernels collectives transport layer nn balancers cli)
-# Kernels of rows on TPUs need JAX 0.12, which is not for Python 3.11.
-run_tests -m 'not slow and not thorough' --ignore tests/kernels/test_tpu_rows.py "${rooms[@]/#/tests/}"
+run_tests -m 'not slow and not thorough' "${rooms[@]/#/tests/}"
 run_tests tests/collectives/test_exchange_faults.py tests/collectives/test_plan_and_copy.py
 run_tests tests/balancers/test_conformance.py -k 'test_layer_equals_dense and float64 and (feplb or sprayed)'

@@ -1,4 +1,4 @@
-"""Kernels of GPUs in interpreters; tests of kernels for Hopper need one of JAX 0.11 or later."""
+"""Kernels in interpreters; tests of kernels for Hopper need JAX 0.11 or later, those for TPUs JAX 0.12."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -7,11 +7,14 @@ import pytest
 from jax.experimental import pallas
 from jax.experimental.pallas import mosaic_gpu
 
+from jax_moe_lb.core.custom_calls import why_older_jax
+from jax_moe_lb.core.tpu_vectors import OLDEST_JAX
 from jax_moe_lb.kernels import backends
 
-INTERPRETED = ["test_fused_ffn.py", "test_hopper_kernels.py"]
+HOPPER, TPU = ["test_fused_ffn.py", "test_hopper_kernels.py"], ["test_tpu_rows.py", "test_tpu_products.py"]
 
-collect_ignore = [] if hasattr(mosaic_gpu, "force_gpu_interpret_mode") else INTERPRETED
+collect_ignore = [] if hasattr(mosaic_gpu, "force_gpu_interpret_mode") else HOPPER
+collect_ignore += TPU if why_older_jax(OLDEST_JAX) else []
 
 
 @pytest.fixture

@@ -12,7 +12,9 @@ from jax.experimental import pallas
 from jax.experimental.pallas import mosaic_gpu
 from jax.experimental.pallas import tpu as pltpu
 
+from jax_moe_lb.core.custom_calls import why_older_jax
 from jax_moe_lb.core.experts import ClampedSwiGLU, Experts, dense_ffn, geglu, gelu_exact, relu_squared
+from jax_moe_lb.core.tpu_vectors import OLDEST_JAX
 from jax_moe_lb.kernels import backends, fused_ffn, grouped_ffn, grouped_matmul, mosaic_api, tpu_products
 from jax_moe_lb.kernels.backends import HOPPER, prefer_backend
 from jax_moe_lb.kernels.fused_ffn import can_activate
@@ -26,7 +28,8 @@ apart = partial(split_experts, parts=PARTS)
 SIZES = {"uneven": (40, 0, 0, 63), "one hot": (0, 0, 128, 0), "no rows": (0, 0, 0, 0)}
 HOPPER_GPU = SimpleNamespace(platform="gpu", compute_capability=HOPPER, core_count=2)
 TPU = SimpleNamespace(platform="tpu")
-KERNELS = {"Hopper kernel": ("cuda", HOPPER_GPU), "Pallas kernel": ("tpu", TPU)}
+KERNELS = {"Hopper kernel": ("cuda", HOPPER_GPU)}
+KERNELS |= {} if why_older_jax(OLDEST_JAX) else {"Pallas kernel": ("tpu", TPU)}
 
 
 @pytest.fixture(params=KERNELS, autouse=True)
