@@ -100,12 +100,14 @@ def products(
     # Rows beyond the last group affect no others.
     epilogue = epilogue or Epilogue(store_products, len(terms[0].factors))
     kernel, num_rows = _Product.of(terms, width, transposed, epilogue), terms[0].rows.shape[0]
-    terms = [kernel.sliced(term) for term in terms]
-    weights = None if epilogue.weights is None else epilogue.weights[:, None]
+    terms, lines = [kernel.sliced(term) for term in terms], (pl.cdiv(num_rows, kernel.rows), 1, kernel.rows)
+    weights = None
+    if epilogue.weights is not None:
+        weights = jnp.pad(epilogue.weights, (0, lines[0] * kernel.rows - num_rows)).reshape(lines)
     operands = [(term.rows, [one.parts for one in term.factors]) for term in terms], epilogue.operands, weights
     shapes: list[Any] = [((num_rows, width), terms[0].rows.dtype)] * epilogue.num_results
     if epilogue.has_sums:
-        shapes.append(((kernel.num_tiles, num_rows, LANES), jnp.float32))
+        shapes.append(((kernel.num_tiles, *lines), jnp.float32))
     visits, total = visits_of(group_sizes, num_rows)
     sizes = num_rows, sum(term.rows.shape[1] for term in terms), width * len(terms[0].factors)
     grid = kernel.num_tiles, total
@@ -113,7 +115,7 @@ def products(
     if not epilogue.has_sums:
         return Results(tuple(results), None)
     *arrays, sums = results
-    return Results(tuple(arrays), sums[:, :, 0].sum(0))
+    return Results(tuple(arrays), sums.sum(0).reshape(-1)[:num_rows])
 
 
 def product(
@@ -222,8 +224,10 @@ class _Product:
 
     def tiles(self, terms: Sequence[Term]) -> _Tiles:
         of_results = pl.BlockSpec((self.rows, self.columns), lambda j, v, group, tile, *_: (tile[v], j))
-        of_sums = pl.BlockSpec((1, self.rows, LANES), lambda j, v, group, tile, *_: (j, tile[v], 0))
-        of_weights = None if self.epilogue.weights is None else _of_rows(self.rows, 1)
+        # Row weights and sums lie along lanes: as columns, each of them would take a vector of memory.
+        of_sums = pl.BlockSpec((1, 1, 1, self.rows), lambda j, v, group, tile, *_: (j, tile[v], 0, 0))
+        of_line = pl.BlockSpec((1, 1, self.rows), lambda j, v, group, tile, *_: (tile[v], 0, 0))
+        of_weights = None if self.epilogue.weights is None else of_line
         operands = list(map(self._of_term, terms)), [of_results] * len(self.epilogue.operands), of_weights
         return _Tiles(operands, [of_results] * self.epilogue.num_results + [of_sums] * self.epilogue.has_sums)
 
@@ -256,32 +260,33 @@ class _Product:
 
     def step(self, visits: Visits, operands: PyTree, *outs: Ref) -> None:
         terms, extras, weights = operands
-        v, shape = pl.program_id(1), (self.rows, self.columns)
+        j, v, shape = pl.program_id(0), pl.program_id(1), (self.rows, self.columns)
         inside = _inside(visits, v, shape)
 
         def compute(part: int) -> None:
             numbers = range(len(terms[0][1]))
             values = [_sum([self._multiply(rows, factors[n][part]) for rows, factors in terms]) for n in numbers]
             loaded = [extra[...].astype(jnp.float32) for extra in extras]
-            of_rows = None if weights is None else jnp.broadcast_to(weights[...], shape)
+            of_rows = None if weights is None else jnp.broadcast_to(_turned(weights[0], axis=1), shape)
             results, summand = self.epilogue.compute(values, loaded, of_rows)
             for result, out in zip(results, outs, strict=False):
                 kept = out[...].astype(jnp.float32)
                 out[...] = jnp.where(inside, result, kept).astype(out.dtype)
             if self.epilogue.has_sums:
-                self._store_sums(summand, inside, outs[-1])
+                sums = _turned(jnp.sum(self._of_width(summand, j), axis=1, keepdims=True), axis=0)
+                of_group = _inside(visits, v, sums.shape, axis=1)
+                outs[-1][0, 0] = jnp.where(of_group, sums, outs[-1][0, 0])
 
         _for_part(visits.group[v], self.groups, compute)
 
     def _multiply(self, rows: Ref, matrices: Ref) -> Array:
         return _dot(rows[...], matrices[0], (1, 1 if self.transposed else 0))
 
-    def _store_sums(self, summand: Array, inside: Array, out: Ref) -> None:
-        if self.width % self.columns:
-            column = pl.program_id(0) * self.columns + jax.lax.broadcasted_iota(jnp.int32, summand.shape, 1)
-            summand = jnp.where(column < self.width, summand, 0)
-        sums = jnp.broadcast_to(jnp.sum(summand, axis=1, keepdims=True), out.shape[1:])
-        out[0] = jnp.where(inside[:, :1], sums, out[0])
+    def _of_width(self, summand: Array, j: Array) -> Array:
+        if self.width % self.columns == 0:
+            return summand
+        column = j * self.columns + jax.lax.broadcasted_iota(jnp.int32, summand.shape, 1)
+        return jnp.where(column < self.width, summand, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -402,10 +407,17 @@ def _tile_widths(width: int, least: int = 1) -> Iterator[int]:
         yield width if number == 1 else max(1, pl.cdiv(pl.cdiv(width, number), LANES)) * LANES
 
 
-def _inside(visits: Visits, v: Array, shape: tuple[int, int]) -> Array:
-    row = visits.tile[v] * shape[0] + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+def _inside(visits: Visits, v: Array, shape: tuple[int, ...], axis: int = 0) -> Array:
+    row = visits.tile[v] * shape[axis] + jax.lax.broadcasted_iota(jnp.int32, shape, axis)
     group = visits.group[v]
     return (row >= visits.starts[group]) & (row < visits.ends[group])
+
+
+def _turned(line: Array, axis: int) -> Array:
+    """Return a column as a row, by a sum along axis 0, or a row as a column, along axis 1."""
+    square = (line.size, line.size)
+    on_diagonal = jax.lax.broadcasted_iota(jnp.int32, square, 0) == jax.lax.broadcasted_iota(jnp.int32, square, 1)
+    return jnp.sum(jnp.where(on_diagonal, jnp.broadcast_to(line, square), 0), axis=axis, keepdims=True)
 
 
 def _for_part(index: Array, sizes: tuple[int, ...], run: Callable[[int], None]) -> None:
