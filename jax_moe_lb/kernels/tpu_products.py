@@ -414,7 +414,7 @@ def _inside(visits: Visits, v: Array, shape: tuple[int, ...], axis: int = 0) -> 
 
 
 def _turned(line: Array, axis: int) -> Array:
-    """Return a column as a row, by a sum along axis 0, or a row as a column, along axis 1."""
+    # A column becomes a row by a sum along axis 0, and a row a column along axis 1.
     square = (line.size, line.size)
     on_diagonal = jax.lax.broadcasted_iota(jnp.int32, square, 0) == jax.lax.broadcasted_iota(jnp.int32, square, 1)
     return jnp.sum(jnp.where(on_diagonal, jnp.broadcast_to(line, square), 0), axis=axis, keepdims=True)
