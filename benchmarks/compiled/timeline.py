@@ -14,6 +14,7 @@ import pickle
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product, repeat
 from pathlib import Path
@@ -31,6 +32,7 @@ from jax_moe_lb.aot.compiler_options import LATENCY_HIDING
 from jax_moe_lb.aot.layer import LayerProgram
 from jax_moe_lb.aot.load import DEFAULT_LOAD, LayerLoad, counts_of
 from jax_moe_lb.aot.timeline import Timeline
+from jax_moe_lb.kernels.backends import prefer_backend
 from jax_moe_lb.layer.systems import system_named
 from jax_moe_lb.transport import Saved
 
@@ -158,12 +160,14 @@ def of_options(given: argparse.Namespace) -> Table:
 
 TPUS = ("v5e:2x4", "v6e:2x4", "v5p:2x2x2")
 ONCE, CHUNKED = exact(max_rounds=1, dispatch="once"), exact(buffers=Buffers(max_rounds=1, chunks=2))
+BY_XLA = "direct, two chunks, products by XLA"
 FORMS = {
     "once": ONCE,
     "once, saved rows and replicas": ONCE.replace(saved=SAVED),
     "direct": exact(max_rounds=1, dispatch="direct"),
     "direct, two chunks": CHUNKED,
     "direct, two chunks, saved rows and replicas": CHUNKED.replace(saved=SAVED),
+    BY_XLA: CHUNKED,
 }
 """System of each form. The rule chooses `Once` on v5e, and `Direct` in two chunks on v6e and v5p."""
 
@@ -185,7 +189,11 @@ def residual_bytes(target: Target, system: System) -> int:
 
 def row_of_form(key: Key, folder: Path) -> list[Value]:
     target, system = key[0], FORMS[key[1]]
-    found = compiled(target, system, folder)
+    if key[1] == BY_XLA:
+        folder = folder / "by_xla"
+        folder.mkdir(exist_ok=True)
+    with prefer_backend("lax.ragged_dot") if key[1] == BY_XLA else nullcontext():
+        found = compiled(target, system, folder)
     timeline = found.timeline(load_of(target, system))
     bounds = timeline.bounds()
     memory = found.temp_bytes / 1e6, found.peak_bytes / 1e6, residual_bytes(Target.parse(target), system) / 1e6
