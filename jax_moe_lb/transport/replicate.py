@@ -36,7 +36,6 @@ from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
-from jax_moe_lb.planners.relay import check_relay, relay
 
 
 class Replicate(abc.ABC):
@@ -382,6 +381,9 @@ class Relay(Replicate):
     min_gain: int = 2
 
     def __post_init__(self) -> None:
+        # Imported lazily: UltraEP alone has relays.
+        from jax_moe_lb.planners.relay import check_relay
+
         check_relay(self.min_replicas, self.max_relays, self.min_gain)
 
     def start(self, experts: Experts, plan: Plan, topology: Topology) -> Pending | Experts:
@@ -411,6 +413,8 @@ class Relay(Replicate):
         """
         if plan.relay is not None:
             raise ValueError("plan.relay is set; expected None, as Relay plans them. Use PeerCopy to keep them.")
+        from jax_moe_lb.planners.relay import relay
+
         return replace(plan, relay=relay(plan.placement, plan.num_home, *self.relay_options))
 
     @property
