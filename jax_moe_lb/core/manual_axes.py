@@ -8,6 +8,7 @@ or reject the axes of the operands. `first_order` rejects second derivatives of 
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import jax
@@ -62,11 +63,11 @@ class Traced:
 
 def unvarying_call(function: Callable[..., Any], *operands: Array) -> Any:
     """Call a function traced with operands varying over no mesh axes."""
-    # The call has no rules for differentiation or `jax.vmap`; define these on the caller.
+    # The call has no rule for differentiation; define it on the caller. `jax.vmap` calls it once per entry.
     plain = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in operands]
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*plain)
-    results = unvarying_call_p.bind(*operands, traced=Traced(jaxpr))
-    return vary_like(jax.tree.unflatten(jax.tree.structure(shapes), results), *operands)
+    call = jax.custom_batching.sequential_vmap(partial(unvarying_call_p.bind, traced=Traced(jaxpr)))
+    return vary_like(jax.tree.unflatten(jax.tree.structure(shapes), call(*operands)), *operands)
 
 
 def _shapes(*operands: Any, traced: Traced) -> list[ShapedArray]:

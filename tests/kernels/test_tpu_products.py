@@ -102,6 +102,16 @@ def test_products_of_a_tpu_take_parts():
 
 
 @pytest.mark.slow
+def test_vmap_multiplies_one_after_the_other():
+    sizes = SIZES["uneven"]
+    rows, matrices = make_operands(sizes, (128, 256), NUM_ROWS)
+    multiply, both = matmul_of(KERNEL, "tpu"), jnp.stack([rows, 2 * rows])
+    got = jax.jit(jax.vmap(multiply, (0, None, None)))(both, matrices, jnp.array(sizes, jnp.int32))
+    assert_products(got[0], rows, matrices, sizes)
+    assert_products(got[1], 2 * rows, matrices, sizes)
+
+
+@pytest.mark.slow
 @parametrize("dtype", [jnp.bfloat16], [jnp.float32])
 @parametrize("sizes, device", [("uneven", "small tiles")], [(sizes, device) for sizes in SIZES for device in DEVICES])
 def test_sums_of_parts(sizes, device, dtype, monkeypatch):
