@@ -193,7 +193,9 @@ class _Reader:
 
     def _exchange_stage(self, computation: Computation, one: Instruction) -> str:
         """Return the stage of a ragged exchange, which some compilers print without its name."""
-        if (own := self._stage(one)) != OTHER:
+        own = self._stage(one)
+        # On GPUs an exchange of outputs can have the name of the products before it.
+        if own != OTHER and not own.endswith("experts"):
             return own
         # Its output buffer has the scope, except for outputs on their way back, which come from `experts`.
         rows, output = computation.operands(one)[:2]
