@@ -11,7 +11,6 @@ from jaxtyping import Int, Num
 
 from jax_moe_lb.advise.choice import Candidate, Choice
 from jax_moe_lb.planners.relocation import plan_relocation
-from jax_moe_lb.recordings.counts_files import Trace
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.drift import Drift
 from jax_moe_lb.sim.loads import LoadShape, drifting_counts, skewed_counts
@@ -102,15 +101,17 @@ def drawn_workloads(
     return workloads
 
 
-def recorded_workloads(trace: Trace, most_steps: int, most_layers: int) -> list[Workload]:
+def recorded_workloads(
+    steps: Sequence[int], recorded: Int[np.ndarray, "steps layers R E"], most_steps: int, most_layers: int
+) -> list[Workload]:
     """Take evenly spaced workloads from the second half of a trace; homes are planned from the first half."""
-    half = len(trace.steps) // 2
-    counts = trace.counts[:, _spread(0, trace.counts.shape[1], most_layers)]
+    half = len(steps) // 2
+    counts = recorded[:, _spread(0, recorded.shape[1], most_layers)]
     earlier = counts[:half].sum((0, 2), dtype=np.int64) if half else None
     # Either all workloads have steps before them or none has, as in a short trace.
     knows = half >= BEFORE
     return [
-        Workload(f"step {trace.steps[at]}", counts[at], earlier, counts[at - BEFORE : at] if knows else None)
+        Workload(f"step {steps[at]}", counts[at], earlier, counts[at - BEFORE : at] if knows else None)
         for at in _spread(half, len(counts), most_steps)
     ]
 

@@ -408,7 +408,7 @@ def advise(
         if trace is not None:
             steps = recorded(shape, machine, trace, limits)
             shape = as_recorded(shape, steps.counts)
-            workloads = recorded_workloads(steps, MOST_STEPS, MOST_LAYERS)
+            workloads = recorded_workloads(*steps, MOST_STEPS, MOST_LAYERS)
             shapes = workloads[:: max(1, len(workloads) - 1)]
             sample = None
         else:

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from jax_moe_lb.advise.evaluate import BEFORE, drawn_workloads, recorded_workloads
-from jax_moe_lb.recordings.counts_files import Trace
 from jax_moe_lb.sim import ModelShape, skewed_counts
 from jax_moe_lb.sim.loads import LoadShape
 
@@ -79,12 +78,12 @@ def test_shapes_that_cannot_be_so_skewed_are_left_out():
 
 def test_a_trace_is_judged_on_its_second_half():
     trace = np.arange(10 * 6 * 2 * 4).reshape(10, 6, 2, 4)
-    loads = recorded_workloads(Trace(list(range(100, 1100, 100)), trace), most_steps=3, most_layers=2)
+    loads = recorded_workloads(list(range(100, 1100, 100)), trace, most_steps=3, most_layers=2)
     # The numbers of the trace.
     assert [load.name for load in loads] == ["step 600", "step 800", "step 1000"]
     np.testing.assert_array_equal(loads[1].counts, trace[7][[0, 5]])
     np.testing.assert_array_equal(loads[1].earlier, trace[:5, [0, 5]].sum((0, 2)))
     np.testing.assert_array_equal(loads[1].before, trace[3:7, [0, 5]])
     np.testing.assert_array_equal(loads[1].first_layer().before, trace[3:7, :1])
-    assert recorded_workloads(Trace([0], trace[:1]), 3, 2)[0].earlier is None
-    assert recorded_workloads(Trace(list(range(7)), trace[:7]), 3, 2)[0].before is None
+    assert recorded_workloads([0], trace[:1], 3, 2)[0].earlier is None
+    assert recorded_workloads(list(range(7)), trace[:7], 3, 2)[0].before is None
