@@ -179,7 +179,7 @@ def product_form(module: Module, computation: Computation, instruction: Instruct
     is_kernel = instruction.opcode == "custom-call" and "lhs_contracting_dimensions" not in instruction.attributes
     if grouped and (instruction.opcode == "ragged-dot" or (is_kernel and "fmha" not in instruction.target)):
         form = _grouped_form(operands, instruction.shapes, grouped, kernel)
-        return replace(form, padding=_padding(instruction, operands, form))
+        return replace(form, padding=_padding(instruction, operands))
     # A batch of a product counts as rows.
     dims = max(instruction.shapes, key=lambda shape: shape.nbytes).dims or (1,)
     dtype = operands[0].dtype if operands else instruction.shapes[0].dtype
@@ -206,7 +206,7 @@ def _grouped_form(
     return ProductForm("transposed" if is_transposed else "product", kernel, dtype, rows, outer, groups, nbytes)
 
 
-def _padding(instruction: Instruction, operands: list[ArrayShape], form: ProductForm) -> float:
+def _padding(instruction: Instruction, operands: list[ArrayShape]) -> float:
     """Return the computed share of the widths of a product of XLA on a TPU, 1 or more."""
     tiling = TILING.search(instruction.attributes)
     if tiling is None:

@@ -131,9 +131,10 @@ class OperationTime:
         """Return the rows of a grouped product on the busiest rank."""
         # Each group is rounded up to whole tiles, unless the rates by rows include the last one. On TPUs tiles begin at
         # multiples of their size, so groups share some, and each of them computes these.
-        rows, rates, starts = self._rows(one, i), self.machine.rates, 0
-        size = rates.matrix_unit if isinstance(rates, TpuRates) else TILE
+        rows, rates = self._rows(one, i), self.machine.rates
+        size, starts = TILE, np.zeros_like(rows)
         if isinstance(rates, TpuRates):
+            size = rates.matrix_unit
             starts = (np.cumsum(rows, 1) - rows) % size
         computed = np.where(rows > 0, -(-(starts + rows) // size) * size, 0)
         return float((rows if self._by_rows(form) else computed).sum(1).max())

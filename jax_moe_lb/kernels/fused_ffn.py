@@ -197,7 +197,7 @@ def _with_gradients(activation: Callable[..., Array], shape: tuple[int, ...], co
 
 
 def _evaluate(traced: ClosedJaxpr, *operands: Any) -> list[Any]:
-    """Evaluate a traced function without `add_any`, the sum of gradients, which Mosaic does not compile."""
+    # Without `add_any`, the sum of gradients, which Mosaic does not compile.
     jaxpr = traced.jaxpr
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*traced.consts, *operands], strict=True))
     read = lambda one: one.val if isinstance(one, Literal) else values[one]  # noqa: E731

@@ -130,8 +130,10 @@ def fuses(rows: Rows, experts: Experts | ExpertParts) -> bool:
 
 
 def _on_device(fused: Callable[..., Any], other: Callable[..., Any], *operands: Any) -> Any:
-    on_accelerator = {platform: fused for platform in (accelerator(),) if platform}
-    return jax.lax.platform_dependent(*vary_like(operands, *operands), **on_accelerator, default=other)
+    platform = accelerator()
+    assert platform is not None
+    branches = {platform: fused, "default": other}
+    return jax.lax.platform_dependent(*vary_like(operands, *operands), **branches)
 
 
 def _fused(

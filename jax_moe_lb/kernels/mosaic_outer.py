@@ -94,7 +94,7 @@ class _Ranges(NamedTuple):
 
 
 def _written(has_result: Array) -> tuple[Array, Array]:
-    """Return the indices of true entries, and their number."""
+    # Returns the indices of true entries, and their number.
     last = jnp.cumsum(has_result, dtype=jnp.int32)
     order = (last[None] <= iota(has_result.shape[0])[:, None]).sum(1, dtype=jnp.int32)
     return jnp.minimum(order, has_result.shape[0] - 1), last[-1:]

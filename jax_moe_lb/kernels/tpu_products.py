@@ -12,7 +12,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +25,7 @@ from jax_moe_lb.core.types import DType, GroupSizes, Ref, iota
 from jax_moe_lb.kernels.backends import Product
 from jax_moe_lb.kernels.fused_products import Epilogue, Factor, Results, Term, store_products
 from jax_moe_lb.kernels.operands import RowGroups
+from jax_moe_lb.kernels.parts import for_part, starts
 
 ITEMSIZE = 2
 """Bytes of a bfloat16."""
@@ -75,8 +75,8 @@ def visits_of(
     """Return the steps over the tiles of all groups with rows or with `is_cleared`, and their number."""
     size, num_groups = _chip().mxu_column_size, group_sizes.shape[0]
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
-    starts = ends - group_sizes
-    first = jax.lax.div(starts, jnp.int32(size))
+    begins = ends - group_sizes
+    first = jax.lax.div(begins, jnp.int32(size))
     without_rows = 0 if is_cleared is None else is_cleared.astype(jnp.int32)
     count = jnp.where(group_sizes > 0, jax.lax.div(ends - 1, jnp.int32(size)) - first + 1, without_rows)
     until, step = jnp.cumsum(count, dtype=jnp.int32), iota(pl.cdiv(num_rows, size) + num_groups)[:, None]
@@ -84,7 +84,7 @@ def visits_of(
     # A sum in place of a gather, which takes a TPU longer.
     is_mine = group[:, None] == iota(num_groups)[None]
     tile = jnp.where(is_mine, (first + count - until)[None] + step, 0).sum(1, dtype=jnp.int32)
-    return Visits(group, jnp.clip(tile, 0, pl.cdiv(num_rows, size) - 1), starts, ends), until[-1]
+    return Visits(group, jnp.clip(tile, 0, pl.cdiv(num_rows, size) - 1), begins, ends), until[-1]
 
 
 def products(
@@ -255,7 +255,7 @@ class _Product:
 
             return pl.BlockSpec((1, self.columns, depth) if self.transposed else (1, depth, self.columns), at)
 
-        parts = list(zip(_starts(self.groups), self.groups, strict=True))
+        parts = list(zip(starts(self.groups), self.groups, strict=True))
         return _of_rows(self.rows, depth), [[of_part(factor, *part) for part in parts] for factor in term.factors]
 
     def step(self, visits: Visits, operands: PyTree, *outs: Ref) -> None:
@@ -263,7 +263,7 @@ class _Product:
         j, v, shape = pl.program_id(0), pl.program_id(1), (self.rows, self.columns)
         inside = _inside(visits, v, shape)
 
-        def compute(part: int) -> None:
+        def compute(part: int, _: Array) -> None:
             numbers = range(len(terms[0][1]))
             values = [_sum([self._multiply(rows, factors[n][part]) for rows, factors in terms]) for n in numbers]
             loaded = [extra[...].astype(jnp.float32) for extra in extras]
@@ -277,7 +277,7 @@ class _Product:
                 of_group = _inside(visits, v, sums.shape, axis=1)
                 outs[-1][0, 0] = jnp.where(of_group, sums, outs[-1][0, 0])
 
-        _for_part(visits.group[v], self.groups, compute)
+        for_part(visits.group[v], self.groups, compute)
 
     def _multiply(self, rows: Ref, matrices: Ref) -> Array:
         return _dot(rows[...], matrices[0], (1, 1 if self.transposed else 0))
@@ -340,7 +340,7 @@ class _Outer:
             return pl.BlockSpec((1, *self.tile), at)
 
         of_rows = pl.BlockSpec((self.rows, self.tile[0]), lambda i, j, v, group, tile, *_: (tile[v], i))
-        results = [of_part(before, count) for before, count in zip(_starts(self.groups), self.groups, strict=True)]
+        results = [of_part(before, count) for before, count in zip(starts(self.groups), self.groups, strict=True)]
         operands = of_rows, list(map(of_other, range(self.num_others)))
         return _Tiles(operands, results, (pltpu.VMEM(self.tile, jnp.float32),))
 
@@ -358,17 +358,17 @@ class _Outer:
         def _() -> None:
             sums[...] = jnp.zeros_like(sums)
 
-        def add(n: int) -> None:
+        def add(n: int, _: Array) -> None:
             sums[...] += _dot(masked(rows), masked(others[n]), (0, 0))
 
-        _for_part(pl.program_id(1), (self.num_columns,) * self.num_others, add)
+        for_part(pl.program_id(1), (self.num_columns,) * self.num_others, add)
 
         @pl.when((v == last) | (visits.group[jnp.minimum(v + 1, last)] != group))
         def _() -> None:
-            def write(part: int) -> None:
+            def write(part: int, _: Array) -> None:
                 outs[part][0] = sums[...].astype(outs[part].dtype)
 
-            _for_part(group, self.groups, write)
+            for_part(group, self.groups, write)
 
 
 def _dot(left: Array, right: Array, over: tuple[int, int]) -> Array:
@@ -418,18 +418,6 @@ def _turned(line: Array, axis: int) -> Array:
     square = (line.size, line.size)
     on_diagonal = jax.lax.broadcasted_iota(jnp.int32, square, 0) == jax.lax.broadcasted_iota(jnp.int32, square, 1)
     return jnp.sum(jnp.where(on_diagonal, jnp.broadcast_to(line, square), 0), axis=axis, keepdims=True)
-
-
-def _for_part(index: Array, sizes: tuple[int, ...], run: Callable[[int], None]) -> None:
-    if len(sizes) == 1:
-        run(0)
-        return
-    for part, (before, size) in enumerate(zip(_starts(sizes), sizes, strict=True)):
-        pl.when((index >= before) & (index < before + size))(partial(run, part))
-
-
-def _starts(sizes: tuple[int, ...]) -> list[int]:
-    return list(itertools.accumulate(sizes[:-1], initial=0))
 
 
 def _sum(arrays: list[Array]) -> Array:

@@ -108,7 +108,7 @@ class Slots(NamedTuple):
             return False
         parts = (self.home,) if self.replicas is None else (self.home, self.replicas)
         # Their kernels read rows once for both, and write one gradient of rows.
-        if fuses(rows, parts if len(parts) > 1 else self.home):
+        if fuses(rows, parts):
             return False
         copied = jax.tree.leaves([(part.up, part.gate) for part in parts])
         copied_bytes = 0 if self.are_joined else 2 * sum(leaf.nbytes for leaf in copied)

@@ -34,10 +34,12 @@ def test_operations_are_in_order_with_kinds_and_stages(by_name):
     ]
 
 
-def test_an_exchange_with_a_name_has_its_stage():
+@pytest.mark.parametrize(("scope", "stage"), [("backward/replicate", "backward/replicate"), ("experts", "combine")])
+def test_an_exchange_with_a_name_has_its_stage(scope, stage):
+    """Unless it is the name of the products before it."""
     back = f"ragged-all-to-all(%view, %results, {LISTS}), {GROUPS}"
-    named = TEXT.replace(back, f'{back}, metadata={{op_name="jit(f)/backward/replicate/ragged_all_to_all"}}')
-    assert {one.name: one.stage for one in schedule(named)}["back"] == "backward/replicate"
+    named = TEXT.replace(back, f'{back}, metadata={{op_name="jit(f)/{scope}/ragged_all_to_all"}}')
+    assert {one.name: one.stage for one in schedule(named)}["back"] == stage
 
 
 def test_an_exchange_keeps_its_shape(by_name):
