@@ -98,9 +98,9 @@ class OperationTime:
 
     def _items(self, one: ScheduledOperation, rates: TpuRates) -> Estimate:
         if one.name.startswith(PLANNER_KERNEL):
-            return Estimate(one.items * self._filled() * rates.planned_vector, "latency")
+            return Estimate(one.items * self._filled() * rates.planned_vector * rates.cycle, "latency")
         a_row = rates.gathered_row if one.name.startswith(GATHER) else rates.summed_row
-        return Estimate(one.items * a_row, "rows")
+        return Estimate(one.items * a_row * rates.cycle, "rows")
 
     def _filled(self) -> float:
         # Share of the replica slots that the plan fills; all of them without a load.

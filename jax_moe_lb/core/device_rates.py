@@ -145,9 +145,10 @@ class TpuRates(DeviceRates):
     links: Count  # number of links of a chip
     matrix_unit: Count  # rows and columns of a matrix unit, and rows of a tile of products
     hop: Time  # latency of one hop between neighbors
-    gathered_row: Time  # time of a row in the gather kernel for rows, by its instructions
-    summed_row: Time  # time of a row in the kernel for sums of rows, by its instructions
-    planned_vector: Time  # time of a vector in a step of the planner, by its instructions
+    cycle: Time  # time of an instruction bundle
+    gathered_row: Count  # instruction bundles of a row in the gather kernel for rows
+    summed_row: Count  # instruction bundles of a row in the kernel for sums of rows
+    planned_vector: Count  # instruction bundles of a vector in a step of the planner
 
 
 MODELS: dict[Literal["cuda", "tpu"], type[GpuRates] | type[TpuRates]] = {"cuda": GpuRates, "tpu": TpuRates}

@@ -7,7 +7,7 @@ gather, XLA would copy all rows into the layout of products; the kernel writes t
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +19,21 @@ from jax_moe_lb.core.custom_calls import why_older_jax
 from jax_moe_lb.core.tpu_vectors import LANES, OLDEST_JAX, SUBLANES
 from jax_moe_lb.core.types import DType, Ref, Rows, iota
 
-BLOCK_BITS = 6
+BLOCK_BITS = 7
 BLOCK = 1 << BLOCK_BITS
 """Entries of one step of the grid."""
 
-IN_FLIGHT = 64
-"""Copies of rows in flight, a power of two. 4 KB each cover the latency of device memory."""
+ROW_SHIFT = BLOCK_BITS + 1
+
+BATCH_BITS = 3
+BATCH = 1 << BATCH_BITS
+"""Rows of one wait."""
+
+IN_FLIGHT = 16
+"""Batches of copies in flight, a power of two: their bytes cover the latency of device memory."""
 
 UNROLLED = 4
-"""Rows added by one iteration, so that the instructions of several rows fill a bundle."""
+"""Copies started by one iteration of a gather, so that the instructions of several copies fill a bundle."""
 
 GATHERED = 128
 """Rows of one step of a gather."""
@@ -40,6 +46,9 @@ MOST_LIST_BYTES = 768 * 2**10
 
 HIGH = 0xFFFF0000
 """Bits of the number in the upper half of a word."""
+
+Sums = tuple[Array, Array]
+"""Sums of an entry, of the lower and upper halves of words."""
 
 
 def why_not_sum(rows: Rows, is_weighted: bool) -> str | None:
@@ -144,21 +153,23 @@ def sum_rows_of_entries(
     half = width // 2
     tile = (half // LANES, LANES) if half % (LANES * SUBLANES) == 0 else (1, half)
     order, sorted_entry = _by_entry(entry, num_entries)
-    # An item has the row and the entry in its block. Copies beyond the last item read the first row.
-    items = jnp.pad(order << BLOCK_BITS | sorted_entry & (BLOCK - 1), (0, IN_FLIGHT))
+    # An item has the row, whether it is the first one of its entry, and the entry in its block. Copies beyond the last
+    # item read the first row.
+    is_first = jnp.diff(sorted_entry, prepend=-1) != 0
+    items = order << ROW_SHIFT | is_first.astype(jnp.int32) << BLOCK_BITS | sorted_entry & (BLOCK - 1)
+    items = jnp.pad(items, (0, (IN_FLIGHT + 1) * BATCH))
     blocks = jnp.minimum(iota(num_blocks + 1) * BLOCK, num_entries)
     first = (sorted_entry[None] < blocks[:, None]).sum(1, dtype=jnp.int32)
     lists = (first, items) if weights is None else (first, items, weights)
     run: Any = pl.pallas_call(
-        partial(_sum_block, tile=tile, is_weighted=weights is not None),
+        partial(_sum_block, tile=tile, is_weighted=weights is not None, interpret=interpret),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(lists),
             grid=(num_blocks,),
             in_specs=[pl.BlockSpec(memory_space=pltpu.HBM)],
             out_specs=pl.BlockSpec((BLOCK, 2, half), lambda block, *_: (block, 0, 0)),
             scratch_shapes=[
-                pltpu.VMEM((2, BLOCK, *tile), jnp.float32),
-                pltpu.VMEM((IN_FLIGHT, *tile), jnp.uint32),
+                pltpu.VMEM((IN_FLIGHT, BATCH, *tile), jnp.uint32),
                 pltpu.SemaphoreType.DMA((IN_FLIGHT,)),
             ],
         ),
@@ -185,53 +196,87 @@ def _by_entry(entry: Int[Array, "A"], num_entries: int) -> tuple[Int[Array, "A"]
     return order, sorted_entry
 
 
-def _sum_block(first: Ref, items: Ref, *refs: Ref, tile: tuple[int, int], is_weighted: bool) -> None:
-    """Sum the rows of the entries of one block, while the rows of later items arrive."""
-    rows, out, sums, ring, semaphores = refs[is_weighted:]
+class _Arrivals(NamedTuple):
+    """Batches of rows that arrive in a ring of buffers."""
+
+    words: Ref  # all rows
+    items: Ref  # rows to copy
+    ring: Ref  # `[IN_FLIGHT, BATCH, *tile]`
+    semaphores: Ref  # one of each batch in flight
+
+    def start(self, batch: Array) -> None:
+        place = batch & (IN_FLIGHT - 1)
+        # All items first: the compiler keeps the order of loads and copies.
+        for i, row in enumerate([self.items[batch * BATCH + i] >> ROW_SHIFT for i in range(BATCH)]):
+            pltpu.make_async_copy(self.words.at[row], self.ring.at[place, i], self.semaphores.at[place]).start()
+
+    def wait(self, batch: Array) -> None:
+        place = batch & (IN_FLIGHT - 1)
+        # One wait for the bytes of all rows; its source is not read.
+        pltpu.make_async_copy(self.ring.at[place], self.ring.at[place], self.semaphores.at[place]).wait()
+
+    def row(self, batch: Array, i: Array | int) -> tuple[Array, Array]:
+        """Return the item and the words of a row of a batch."""
+        return self.items[batch * BATCH + i], self.ring[batch & (IN_FLIGHT - 1), i]
+
+
+def _sum_block(first: Ref, items: Ref, *refs: Ref, tile: tuple[int, int], is_weighted: bool, interpret: bool) -> None:
+    """Sum the rows of the entries of one block, while the rows of later batches arrive."""
+    rows, out, ring, semaphores = refs[is_weighted:]
     block, words = pl.program_id(0), rows.bitcast(jnp.uint32).reshape(rows.shape[0], *tile)
-    begin, end = first[block], first[block + 1]
-
-    def copy(item: Array) -> Any:
-        place = item & (IN_FLIGHT - 1)
-        return pltpu.make_async_copy(words.at[items[item] >> BLOCK_BITS], ring.at[place], semaphores.at[place])
-
-    @pl.when(block == 0)
-    def _() -> None:
-        _for_each(0, IN_FLIGHT, lambda item: copy(item).start())
-
-    def add(item: Array) -> None:
-        low, high = _halves(ring[item & (IN_FLIGHT - 1)])
-        if is_weighted:
-            weight = refs[0][items[item] >> BLOCK_BITS]
-            low, high = low * weight, high * weight
-        entry = items[item] & (BLOCK - 1)
-        sums[0, entry] += low
-        sums[1, entry] += high
-
-    def add_some(item: Array, count: int) -> None:
-        for i in range(count):
-            copy(item + i).wait()
-        for i in range(count):
-            add(item + i)
-        for i in range(count):
-            copy(item + i + IN_FLIGHT).start()
-
-    sums[...] = jnp.zeros_like(sums)
-    # A shift: Mosaic's quotient of integers depends on the kind of the default device.
-    whole = (end - begin) >> (UNROLLED.bit_length() - 1)
-    _for_each(0, whole, lambda i: add_some(begin + i * UNROLLED, UNROLLED))
-    _for_each(begin + whole * UNROLLED, end, lambda item: add_some(item, 1))
     into = out.bitcast(jnp.uint32).reshape(BLOCK, *tile)
+    begin, end = first[block], first[block + 1]
+    arrivals = _Arrivals(words, items, ring, semaphores)
 
-    def write(i: Array) -> None:
-        at = pl.ds(i * SUBLANES, SUBLANES)
-        into[at] = _rounded_bits(sums[0, at]) >> 16 | _rounded_bits(sums[1, at]) & jnp.uint32(HIGH)
+    def add(item: Array, row: Array, sums: Sums) -> Sums:
+        low, high = _halves(row)
+        if is_weighted:
+            weight = refs[0][item >> ROW_SHIFT]
+            low, high = low * weight, high * weight
+        # Then the sums so far are those of another entry.
+        is_first = jnp.full(tile, item) & BLOCK != 0
+        low, high = (jnp.where(is_first, 0, total) + half for total, half in zip(sums, (low, high), strict=True))
+        # The last row of an entry writes the whole sum.
+        into[item & (BLOCK - 1)] = _packed(low, high, interpret)
+        return low, high
 
-    _for_each(0, BLOCK // SUBLANES, write)
+    def start_next(batch: Array) -> None:
+        # Into the place of the batch before, whose rows were read.
+        arrivals.start(batch + IN_FLIGHT - 1)
 
-    @pl.when(block == pl.num_programs(0) - 1)
-    def _() -> None:
-        _for_each(end, end + IN_FLIGHT, lambda item: copy(item).wait())
+    def add_all(batch: Array, sums: Sums) -> Sums:
+        arrivals.wait(batch)
+        arrived = [arrivals.row(batch, i) for i in range(BATCH)]
+        start_next(batch)
+        for item, row in arrived:
+            sums = add(item, row, sums)
+        return sums
+
+    def add_some(batch: Array, sums: Sums) -> Sums:
+        at = batch * BATCH
+
+        # A batch on the border of blocks arrives in the first of them.
+        @pl.when(at >= begin)
+        def _() -> None:
+            arrivals.wait(batch)
+            start_next(batch)
+
+        def one(i: Array, sums: Sums) -> Sums:
+            return add(*arrivals.row(batch, i), sums)
+
+        return jax.lax.fori_loop(jnp.maximum(begin - at, 0), jnp.minimum(end - at, BATCH), one, sums)
+
+    def step(batch: Array, sums: Sums) -> Sums:
+        is_whole = (batch * BATCH >= begin) & (batch * BATCH + BATCH <= end)
+        return jax.lax.cond(is_whole, add_all, add_some, batch, sums)
+
+    pl.when(block == 0)(lambda: _for_each(0, IN_FLIGHT - 1, arrivals.start))
+    # Entries may have no rows.
+    into[...] = jnp.zeros_like(into)
+    zeros, past = jnp.zeros(tile, jnp.float32), (end + BATCH - 1) >> BATCH_BITS
+    jax.lax.fori_loop(begin >> BATCH_BITS, past, step, (zeros, zeros))
+    is_last = block == pl.num_programs(0) - 1
+    pl.when(is_last)(lambda: _for_each(past, past + IN_FLIGHT - 1, arrivals.wait))
 
 
 def _for_each(begin: Array | int, end: Array | int, run: Callable[[Array], None]) -> None:
@@ -248,8 +293,10 @@ def _halves(words: Array) -> tuple[Array, Array]:
     return jax.lax.bitcast_convert_type(low, jnp.float32), jax.lax.bitcast_convert_type(high, jnp.float32)
 
 
-def _rounded_bits(values: Array) -> Array:
-    """Return the bits of float32 values rounded to bfloat16, to nearest even, in the upper halves of words."""
-    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
-    near = bits + jnp.uint32(0x7FFF) + (bits >> 16 & jnp.uint32(1))
-    return jnp.where(values == values, near, jnp.uint32(0x7FC00000))
+def _packed(low: Array, high: Array, interpret: bool) -> Array:
+    """Return words with two numbers rounded to bfloat16, to nearest even; the inverse of `_halves`."""
+    if not interpret:
+        return pltpu.pack_elementwise([low, high], packed_dtype=jnp.bfloat16)
+    # The interpreter lacks this operation.
+    low, high = (jax.lax.bitcast_convert_type(half.astype(jnp.bfloat16), jnp.uint16) for half in (low, high))
+    return low.astype(jnp.uint32) | high.astype(jnp.uint32) << 16

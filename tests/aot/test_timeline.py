@@ -335,8 +335,8 @@ def test_kernels_of_tpus_take_a_time_for_each_row(kernel, rate):
     time = OperationTime(target)
     wide, narrow = (time.of(replace(one, product=None, flops=0, nbytes=nbytes), 0) for nbytes in (10**9, 128))
     many = replace(one, product=None, flops=0, nbytes=128, items=10**6)
-    a_row = getattr(device_rates("v5e", "tpu"), rate)
-    assert time.of(many, 0).seconds == pytest.approx(10**6 * a_row, rel=1e-2)
+    rates = device_rates("v5e", "tpu")
+    assert time.of(many, 0).seconds == pytest.approx(10**6 * getattr(rates, rate) * rates.cycle, rel=1e-2)
     assert (time.of(many, 0).bound, wide.bound) == ("rows", "HBM")
     assert wide.seconds > narrow.seconds
     assert not any(each.items for each in ALL)
@@ -362,8 +362,8 @@ def test_a_planner_kernel_takes_a_time_for_each_vector_of_a_step():
     (one,) = (each for each in schedule(text.replace("(%hidden,", "(%moe_exact_fill.1,")) if "fill" in each.name)
     assert one.items == 2 * (2 * 64) * (2 + 4 + 2) * (64 // 8)
     one, target = replace(one, product=None, flops=0, nbytes=0), Target.parse("v6e:8x8")
-    a_vector = device_rates("v6e", "tpu").planned_vector
+    rates = device_rates("v6e", "tpu")
     everywhere, home = OperationTime(target).of(one, 0), OperationTime(target, EVEN).of(one, 0)
-    assert everywhere.seconds == pytest.approx(one.items * a_vector, rel=1e-2)
+    assert everywhere.seconds == pytest.approx(one.items * rates.planned_vector * rates.cycle, rel=1e-2)
     assert everywhere.bound == "latency"
     assert home.seconds < everywhere.seconds / 10

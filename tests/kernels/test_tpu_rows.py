@@ -26,7 +26,9 @@ def owned_rows(seed: int, num_rows: int, width: int, num_entries: int) -> tuple[
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_rows", "width", "num_entries"), [(200, 2048, 150), (96, 256, 64), (131, 512, 3), (1, 256, 70)]
+    ("num_rows", "width", "num_entries"),
+    # Batches on borders of blocks, blocks without rows, entries of several batches, and more rows than are in flight.
+    [(200, 2048, 150), (128, 256, 128), (131, 512, 3), (1, 256, 270), (40, 256, 700), (300, 256, 290)],
 )
 @pytest.mark.parametrize("is_weighted", [True, False])
 def test_sums_equal_numpy_rounded_once(num_rows, width, num_entries, is_weighted):
@@ -38,6 +40,16 @@ def test_sums_equal_numpy_rounded_once(num_rows, width, num_entries, is_weighted
     assert got.dtype == jnp.bfloat16
     # Half a unit in the last place, and sums in another order.
     np.testing.assert_allclose(np.asarray(got, np.float32), want[:num_entries], rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", [5, 140])
+def test_all_rows_may_have_one_entry_or_none(entry):
+    rows = jnp.full((24, 256), 0.5, jnp.bfloat16)
+    got = sum_rows_of_entries(rows, jnp.full(24, entry, jnp.int32), None, 140, interpret=True)
+    want = np.zeros((140, 256))
+    want[entry : entry + 1] = 12
+    np.testing.assert_array_equal(np.asarray(got, np.float32), want)
 
 
 @pytest.mark.slow
