@@ -159,17 +159,19 @@ def of_options(given: argparse.Namespace) -> Table:
 # ---- TPUs -----------------------------------------------------------------------------
 
 TPUS = ("v5e:2x4", "v6e:2x4", "v5p:2x2x2")
-ONCE, CHUNKED = exact(max_rounds=1, dispatch="once"), exact(buffers=Buffers(max_rounds=1, chunks=2))
+ONCE, CHUNKS = exact(max_rounds=1, dispatch="once"), Buffers(max_rounds=1, chunks=2)
+CHUNKED, CHUNKED_ONCE = exact(buffers=CHUNKS, dispatch="direct"), exact(buffers=CHUNKS, dispatch="once")
 BY_XLA = "direct, two chunks, products by XLA"
 FORMS = {
     "once": ONCE,
-    "once, saved rows and replicas": ONCE.replace(saved=SAVED),
+    "once, two chunks": CHUNKED_ONCE,
+    "once, two chunks, saved rows and replicas": CHUNKED_ONCE.replace(saved=SAVED),
     "direct": exact(max_rounds=1, dispatch="direct"),
     "direct, two chunks": CHUNKED,
     "direct, two chunks, saved rows and replicas": CHUNKED.replace(saved=SAVED),
     BY_XLA: CHUNKED,
 }
-"""System of each form. The rule chooses `Once` on v5e, and `Direct` in two chunks on v6e and v5p."""
+"""System of each form. The rule chooses two chunks, of `Once` on v5e and v6e and of `Direct` on v5p."""
 
 
 def residual_bytes(target: Target, system: System) -> int:

@@ -24,6 +24,7 @@ from jax_moe_lb.layer.plan_on_host import plan_on_host
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.recordings.counts_files import MOST_ENTRIES, read_counts
 from jax_moe_lb.transport.dispatch import Dispatch
+from jax_moe_lb.transport.lists import rows_of_chunk, rows_with_padding
 from jax_moe_lb.transport.wave_rows import WaveRows
 
 LETTERS = {"H": "hidden", "F": "inner", "E": "experts", "T": "tokens", "K": "per_token"}
@@ -119,6 +120,9 @@ class ListHop(NamedTuple):
     sent: int  # rows of an operand on the way out
     received: int  # rows of an operand on the way back
     chunks: int = 1  # exchanges of the rows of a round
+    # Rows of these operands in an exchange of one chunk of `Once`, which has all rows in the backward pass; 0 otherwise
+    chunk_sent: int = 0
+    chunk_received: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +148,12 @@ class ListLoad:
         choice_bytes = cost.choice_bytes(per_token)
         everyone = np.arange(topology.num_ranks)[None]
         if len(between) == 1:
+            copies, num_ranks = tokens * per_token, topology.num_ranks
             hop = ListHop(_inside(between[0], everyone), arrays.sent, arrays.received)
+            if number > 1:
+                sent = min(arrays.sent, rows_of_chunk(copies, per_token, num_ranks, number))
+                received = rows_with_padding(dispatch.buffers.chunk_rows(copies), per_token, num_ranks)
+                hop = hop._replace(chunks=number, chunk_sent=sent, chunk_received=received)
             return cls((hop,), rounds, choice_bytes)
         nodes = everyone.reshape(-1, topology.levels[-1].size)
         part = -(-tokens // number)
@@ -160,15 +169,22 @@ class ListLoad:
             choice_bytes,
         )
 
-    def bytes_of(self, hop: int, i: int, nbytes: int, *, is_back: bool) -> list[Int[np.ndarray, "P P 1"]]:
-        """Return the bytes between the ranks per group in one exchange."""
+    def bytes_of(
+        self, hop: int, i: int, nbytes: int, operand_rows: int, *, is_back: bool
+    ) -> list[Int[np.ndarray, "P P 1"]]:
+        """Return the bytes between the ranks per group in one exchange with an operand of so many rows."""
         one, rows = self.hops[hop], self.hops[hop].rows
-        width = nbytes // (one.received if is_back else one.sent)
+        of_round, of_chunk = (one.received, one.chunk_received) if is_back else (one.sent, one.chunk_sent)
         chunks = one.chunks
+        if of_chunk:
+            # The program may view a row as several.
+            is_chunk = operand_rows % of_round != 0 and operand_rows % of_chunk == 0
+            chunks, of_round = (chunks, of_chunk) if is_chunk else (1, of_round)
+        width = nbytes // of_round
         if hop == len(self.hops) - 1:
             rows = part_of_round(rows, i, self.rounds)
             if nbytes <= self.choice_bytes * one.received:
-                chunks, width = 1, width if is_back else self.choice_bytes
+                chunks, width = chunks if of_chunk else 1, width if is_back else self.choice_bytes
         rows = -(-(rows.transpose(0, 2, 1) if is_back else rows) // chunks)
         return list(rows[..., None] * width)
 

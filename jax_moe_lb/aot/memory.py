@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from jax_moe_lb.aot.execution_counts import OperationCost, executed
 from jax_moe_lb.aot.hlo import Computation, Instruction, Module
+from jax_moe_lb.core.tpu_vectors import ALLOCATING_KERNEL
 
 ALLOCATION = re.compile(r"^allocation \d+: (.*):$")
 VALUE = re.compile(r"^ value: <\d+ ([\w.\-]+)(\{[\d,]*\})?(?: \(phi\))? @\d+>(?: \(size=\d+,offset=(\d+)\))?")
@@ -171,6 +172,8 @@ class MemoryTraffic:
         opcode = instruction.opcode
         if opcode in FREE or opcode.endswith(("-start", "-update")) or instruction.target.startswith(FREE_TARGETS):
             return 0
+        if instruction.name.startswith(ALLOCATING_KERNEL):
+            return 0
         if opcode == "fusion":
             return self._fused(computation, instruction, instruction)
         if opcode.endswith("-done"):
@@ -178,7 +181,6 @@ class MemoryTraffic:
         return self._plain(computation, instruction)
 
     def _held(self, instruction: Instruction) -> int:
-        """Count the bytes of a result in the device's main memory."""
         return sum(shape.nbytes for shape in instruction.shapes if shape.space not in self.fast_spaces)
 
     def _plain(self, computation: Computation, instruction: Instruction) -> int:

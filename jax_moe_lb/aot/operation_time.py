@@ -213,7 +213,7 @@ class OperationTime:
             hop = len(lists.hops) - 1 if "expert" in (shape.axes or ("expert",)) else 0
             if shape.num_ranks == lists.hops[hop].rows.shape[1]:
                 is_back = one.stage.endswith("combine")
-                found = lists.bytes_of(hop, i, shape.nbytes, is_back=is_back)
+                found = lists.bytes_of(hop, i, shape.nbytes, shape.operand_rows, is_back=is_back)
                 # The other updates of a list are empty.
                 return [np.pad(sent, ((0, 0), (0, 0), (0, shape.updates - 1))) for sent in found]
         sent, size = self._sent(one, shape, i), shape.num_ranks

@@ -224,7 +224,6 @@ class _Search:
                 yield kind
 
     def _walk(self, best: TunedForm) -> TunedForm:
-        """Change a form while it improves."""
         for name, change in self._changes():
             found = None
             changed = change(best.system)

@@ -260,7 +260,6 @@ class TimeScale(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _scale(cost: Cost, topology: Topology, domain: int, most: int) -> TimeScale:
-    """Compute `Cost.scale` once for all layers and loads."""
     # Compute the table in Python, once, and look it up in the program. Floating point may round differently on
     # different devices, and ranks deciding differently would deadlock.
     rated = cost._rated(topology)

@@ -87,8 +87,6 @@ def checked(state: State, expected: State, counts: Counts) -> State:
 
 @pytree
 class _State:
-    """State of `EPLB`."""
-
     history: History  # loads since the last plan
     held: Bool[AnyArray, "*D R E"]  # true if the rank holds a replica of the expert under the last plan
 
@@ -173,7 +171,6 @@ class EPLB(Balancer):
 
 
 def _cond(choose: BoolScalar, replan: Callable[[], AnyArray], keep: Callable[[], AnyArray]) -> AnyArray:
-    """Call `jax.lax.cond`, or the selected branch on the host."""
     if namespace(choose) is np:
         return replan() if choose else keep()
     return jax.lax.cond(choose, replan, keep)

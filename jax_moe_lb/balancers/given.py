@@ -50,8 +50,6 @@ def plan_all(balancer: Balancer, counts: Int[np.ndarray, "P R E"], topology: Top
 
 @pytree
 class _State:
-    """State of `Given`."""
-
     quota: Int[AnyArray, "*D P E R"]  # the quotas of the plans
     step: Int[AnyArray, "*D"]  # number of the next plan
 

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Shaped
+from jax.extend.backend import get_default_device
+from jaxtyping import Array, Float, Int, Shaped
 
 from jax_moe_lb.collectives.one_shot_lists import MAX_ONE_SHOT_RANKS, for_one_shot_kernel
 from jax_moe_lb.collectives.permutes import (
@@ -30,9 +31,10 @@ from jax_moe_lb.collectives.permutes import (
     to_wire,
     unidirectional_permutes,
 )
-from jax_moe_lb.core.custom_calls import call, is_built, like
+from jax_moe_lb.core.custom_calls import call, is_built, like, why_older_jax
 from jax_moe_lb.core.manual_axes import vary_alike, vary_like
 from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.tpu_vectors import LANES, OLDEST_JAX, allocate_after
 from jax_moe_lb.core.types import iota
 
 
@@ -261,10 +263,6 @@ one_way_all_to_all = partial(_by_pairs, _permute_steps)
 """`ragged_all_to_all` from permutes, along the axes of a group: between processes on CPUs."""
 
 
-LANES = 128
-"""Lanes of a TPU vector, 4-byte words each."""
-
-
 def ragged_all_to_all(
     operand: Shaped[Array, "P *X"],
     output: Shaped[Array, "Q *X"],
@@ -342,11 +340,25 @@ def empty_buffer_after(rows: Array, num_rows: int) -> Array:
     """Allocate a buffer as `empty_buffer` does, for an exchange much later in the program."""
     # The TPU compiler allocates uninitialized arrays long before their first use, which raises memory. So on TPUs the
     # buffer is initialized to 0.
+    return jax.lax.platform_dependent(
+        rows, tpu=partial(_cleared_buffer, num_rows), default=lambda rows: empty_buffer(rows, num_rows)
+    )
 
-    def cleared(rows: Array) -> Array:
-        return jnp.zeros_like(rows, shape=(num_rows, *rows.shape[1:]))
 
-    return jax.lax.platform_dependent(rows, tpu=cleared, default=lambda rows: empty_buffer(rows, num_rows))
+def empty_buffer_now(rows: Float[Array, "A W"], num_rows: int) -> Float[Array, "B W"]:
+    """Allocate a buffer as `empty_buffer` does, when `rows` exist."""
+
+    def after_rows(rows: Array) -> Array:
+        has_kernels = get_default_device().platform == "tpu" and why_older_jax(OLDEST_JAX) is None
+        if has_kernels and rows.size and (words := as_words(rows[:1])).ndim == 3:
+            return as_rows(allocate_after(words, (num_rows, *words.shape[1:])))
+        return _cleared_buffer(num_rows, rows)
+
+    return jax.lax.platform_dependent(rows, tpu=after_rows, default=lambda rows: empty_buffer(rows, num_rows))
+
+
+def _cleared_buffer(num_rows: int, rows: Array) -> Array:
+    return jnp.zeros_like(rows, shape=(num_rows, *rows.shape[1:]))
 
 
 def as_words(rows: Shaped[Array, "A W"]) -> Shaped[Array, "A *X"]:

@@ -20,8 +20,6 @@ from jax_moe_lb.core.types import AnyArray, Counts, Placement, State, host_iota,
 
 @pytree
 class _State:
-    """State of `LPLB`."""
-
     history: History  # loads since the last plan
     load: Int[AnyArray, "*D E"]  # tokens per step of each expert, the basis of the last plan
 

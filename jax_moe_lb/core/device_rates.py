@@ -166,7 +166,6 @@ def device_rates(kind: str, platform: Literal["cuda", "tpu"]) -> GpuRates | TpuR
 
 
 def _parsed(model: type[GpuRates] | type[TpuRates], content: Mapping[str, Any]) -> GpuRates | TpuRates:
-    """Return the rates of a file; each error begins with the key."""
     needed = {one.name: one.default is MISSING and one.default_factory is MISSING for one in fields(model)}
     if unknown := [name for name in content if name not in needed]:
         raise ValueError(f"{unknown[0]} is unknown; expected one of {', '.join(needed)}")

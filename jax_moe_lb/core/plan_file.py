@@ -152,7 +152,6 @@ def _arrays_of(path: Path, limits: FileLimits) -> dict[str, np.ndarray]:
 
 
 def _check_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Check the dtypes and shapes of the arrays of a plan."""
     for name, (kind, wanted) in _SETTINGS.items():
         if arrays[name].ndim or not np.issubdtype(arrays[name].dtype, kind):
             raise ValueError(f"{path}: {name} is {_described(arrays[name])}; expected {wanted} without dimensions")

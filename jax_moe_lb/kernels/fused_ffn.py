@@ -68,8 +68,11 @@ def gradients(
     of_kinds = {"down": outers(hidden, (upstream,))}
     last = experts if again is None else again(of_products[0])
     of_rows = row_gradients(of_products, last, group_sizes)
-    # The other gradients of weights come last: the gradients of the rows travel meanwhile.
-    of_rows, (rows, of_products) = in_order(of_rows, (rows, of_products))
+    # The other gradients of weights come last: the gradients of the rows travel meanwhile. The barrier sets the layout
+    # of the rows, which on TPUs is that of exchanges.
+    words = of_rows.reshape(len(of_rows), 2, -1) if _kernels().writes_words(of_rows.shape[1]) else of_rows
+    words, (rows, of_products) = in_order(words, (rows, of_products))
+    of_rows = words.reshape(of_rows.shape)
     if experts[0].is_fused:
         return of_rows, of_weights, of_kinds | {"up": outers(rows, of_products)}
     kinds = zip(("up", "gate"), of_products, strict=False)
@@ -92,6 +95,16 @@ def hidden_and_products(
 
     hidden, *kept = _call(compute, rows, experts, group_sizes)
     return hidden, tuple(kept)
+
+
+def outputs(hidden: Float[Array, "A F"], experts: Parts, group_sizes: GroupSizes) -> Rows:
+    """Return the products of the hidden activations with `down`."""
+
+    def compute(hidden: Array, experts: Parts, group_sizes: GroupSizes) -> Rows:
+        term, width = Term(hidden, (Factor(tuple(part.down for part in experts)),)), experts[0].down.shape[2]
+        return _kernels().travelling([term], width, group_sizes, transposed=False).arrays[0]
+
+    return _call(compute, hidden, experts, group_sizes)
 
 
 def inner_products(rows: Rows, experts: Parts, group_sizes: GroupSizes) -> Products:
@@ -133,7 +146,7 @@ def row_gradients(of_products: Products, experts: Parts, group_sizes: GroupSizes
     def compute(of_products: Products, experts: Parts, group_sizes: GroupSizes) -> Rows:
         factors = _inner_factors(experts)
         terms = [Term(rows, (factor,)) for rows, factor in zip(of_products, factors, strict=True)]
-        width, run = experts[0].down.shape[2], _kernels().products
+        width, run = experts[0].down.shape[2], _kernels().travelling
         return run(terms, width, group_sizes, transposed=True, name="grouped_row_gradients").arrays[0]
 
     return _call(compute, of_products, experts, group_sizes)
@@ -153,6 +166,8 @@ def weight_gradients(
 class _Kernels(NamedTuple):
     products: Callable[..., Results]
     outer: Callable[..., Any]
+    travelling: Callable[..., Results]  # products that an exchange, or a kernel for copies of rows, reads next
+    writes_words: Callable[[int], bool]  # whether words of a row of these products are contiguous, by the width
 
 
 def _kernels() -> _Kernels:
@@ -160,10 +175,11 @@ def _kernels() -> _Kernels:
     if get_default_device().platform == "tpu":
         from jax_moe_lb.kernels import tpu_products
 
-        return _Kernels(tpu_products.products, tpu_products.outer)
+        travelling = partial(tpu_products.products, travels=True)
+        return _Kernels(tpu_products.products, tpu_products.outer, travelling, tpu_products.has_words)
     from jax_moe_lb.kernels import mosaic_outer, mosaic_product
 
-    return _Kernels(mosaic_product.products, mosaic_outer.outer)
+    return _Kernels(mosaic_product.products, mosaic_outer.outer, mosaic_product.products, lambda _: False)
 
 
 def _activation(experts: Experts) -> Callable[..., Array]:

@@ -146,6 +146,9 @@ def _fused(
     if products and _first(experts).is_fused:
         # In the form of the other branch.
         products = (jnp.concatenate(products, -1),)
+    if accelerator() == "tpu":
+        return fused_ffn.outputs(hidden, _parts(experts), group_sizes), products
+    # Another kernel may be faster for this product.
     return _matmul(hidden, experts, "down", group_sizes), products
 
 

@@ -74,7 +74,7 @@ def sum_rows(
     return jax.lax.platform_dependent(rows, place, weights, **forms)
 
 
-def take_rows(rows: Rows, at: Int[Array, "B"], otherwise: Callable[[Rows, Int[Array, "B"]], Rows]) -> Rows:
+def take_rows(rows: Rows, at: Int[Array, "B"], otherwise: Callable[[Array, Array], Array]) -> Float[Array, "B H"]:
     """Return `rows[at]` for grouped products, by a kernel on TPUs if it can take them."""
     if not _is_on_tpu():
         return otherwise(rows, at)

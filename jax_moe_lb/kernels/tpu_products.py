@@ -20,12 +20,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jax_moe_lb.core.tpu_vectors import LANES
+from jax_moe_lb.core.tpu_vectors import LANES, SUBLANES
 from jax_moe_lb.core.types import DType, GroupSizes, Ref, iota
 from jax_moe_lb.kernels.backends import Product
 from jax_moe_lb.kernels.fused_products import Epilogue, Factor, Results, Term, store_products
 from jax_moe_lb.kernels.operands import RowGroups
 from jax_moe_lb.kernels.parts import for_part, starts
+from jax_moe_lb.kernels.tpu_rows import packed
 
 ITEMSIZE = 2
 """Bytes of a bfloat16."""
@@ -64,6 +65,11 @@ def can_fuse(inner: int, hidden: int, num_parts: int) -> bool:
     return of_rows >= _least_columns(inner) and _columns(hidden, num_parts, [inner] * 2, 1) >= _least_columns(hidden)
 
 
+def has_words(width: int) -> bool:
+    """Return whether the words of a row, each with a number of either half, fill whole vectors."""
+    return width % (2 * LANES * SUBLANES) == 0
+
+
 def _least_columns(width: int) -> int:
     # By fewer columns, a step would take less time than the copy of its rows.
     return min(2 * _chip().mxu_column_size, pl.cdiv(width, _chip().num_cores))
@@ -95,27 +101,27 @@ def products(
     transposed: bool,
     epilogue: Epilogue | None = None,
     name: str = "grouped_product",
+    travels: bool = False,
 ) -> Results:
-    """Sum the products of terms and apply an epilogue."""
+    """Sum the products of terms and apply an epilogue; `travels` if the next operation reads words of whole rows."""
     # Rows beyond the last group affect no others.
     epilogue = epilogue or Epilogue(store_products, len(terms[0].factors))
-    kernel, num_rows = _Product.of(terms, width, transposed, epilogue), terms[0].rows.shape[0]
+    kernel, num_rows = _Product.of(terms, width, transposed, epilogue, travels), terms[0].rows.shape[0]
     terms, lines = [kernel.sliced(term) for term in terms], (pl.cdiv(num_rows, kernel.rows), 1, kernel.rows)
     weights = None
     if epilogue.weights is not None:
         weights = jnp.pad(epilogue.weights, (0, lines[0] * kernel.rows - num_rows)).reshape(lines)
     operands = [(term.rows, [one.parts for one in term.factors]) for term in terms], epilogue.operands, weights
-    shapes: list[Any] = [((num_rows, width), terms[0].rows.dtype)] * epilogue.num_results
+    of_result = (num_rows, 2, width // 2) if kernel.writes_words else (num_rows, width)
+    shapes: list[Any] = [(of_result, terms[0].rows.dtype)] * epilogue.num_results
     if epilogue.has_sums:
         shapes.append(((kernel.num_tiles, *lines), jnp.float32))
     visits, total = visits_of(group_sizes, num_rows)
     sizes = num_rows, sum(term.rows.shape[1] for term in terms), width * len(terms[0].factors)
     grid = kernel.num_tiles, total
     results = _launch(kernel.step, grid, visits, operands, kernel.tiles(terms), shapes, name, sizes)
-    if not epilogue.has_sums:
-        return Results(tuple(results), None)
-    *arrays, sums = results
-    return Results(tuple(arrays), sums.sum(0).reshape(-1)[:num_rows])
+    sums = results.pop().sum(0).reshape(-1)[:num_rows] if epilogue.has_sums else None
+    return Results(tuple(one.reshape(num_rows, width) for one in results), sums)
 
 
 def product(
@@ -208,15 +214,16 @@ class _Product:
     groups: tuple[int, ...]  # groups per part
     transposed: bool
     epilogue: Epilogue
+    writes_words: bool  # whether the words of a row are contiguous, as in exchanges
 
     @classmethod
-    def of(cls, terms: Sequence[Term], width: int, transposed: bool, epilogue: Epilogue) -> "_Product":
+    def of(cls, terms: Sequence[Term], width: int, transposed: bool, epilogue: Epilogue, travels: bool) -> "_Product":
         depths, parts = [term.rows.shape[1] for term in terms], terms[0].factors[0].parts
         num_results = len(epilogue.operands) + epilogue.num_results
         columns = _columns(width, len(parts) * len(terms[0].factors), depths, num_results)
-        return cls(
-            _chip().mxu_column_size, columns, width, tuple(part.shape[0] for part in parts), transposed, epilogue
-        )
+        size, groups = _chip().mxu_column_size, tuple(part.shape[0] for part in parts)
+        writes_words = travels and columns == width and has_words(width)
+        return cls(size, columns, width, groups, transposed, epilogue, writes_words)
 
     @property
     def num_tiles(self) -> int:
@@ -229,6 +236,8 @@ class _Product:
         of_line = pl.BlockSpec((1, 1, self.rows), lambda j, v, group, tile, *_: (tile[v], 0, 0))
         of_weights = None if self.epilogue.weights is None else of_line
         operands = list(map(self._of_term, terms)), [of_results] * len(self.epilogue.operands), of_weights
+        if self.writes_words:
+            of_results = pl.BlockSpec((self.rows, 2, self.width // 2), lambda j, v, group, tile, *_: (tile[v], 0, 0))
         return _Tiles(operands, [of_results] * self.epilogue.num_results + [of_sums] * self.epilogue.has_sums)
 
     def sliced(self, term: Term) -> Term:
@@ -261,7 +270,7 @@ class _Product:
     def step(self, visits: Visits, operands: PyTree, *outs: Ref) -> None:
         terms, extras, weights = operands
         j, v, shape = pl.program_id(0), pl.program_id(1), (self.rows, self.columns)
-        inside = _inside(visits, v, shape)
+        inside = _inside(visits, v, (self.rows, LANES) if self.writes_words else shape)
 
         def compute(part: int, _: Array) -> None:
             numbers = range(len(terms[0][1]))
@@ -270,14 +279,22 @@ class _Product:
             of_rows = None if weights is None else jnp.broadcast_to(_turned(weights[0], axis=1), shape)
             results, summand = self.epilogue.compute(values, loaded, of_rows)
             for result, out in zip(results, outs, strict=False):
-                kept = out[...].astype(jnp.float32)
-                out[...] = jnp.where(inside, result, kept).astype(out.dtype)
+                (self._write_words if self.writes_words else _write)(result, inside, out)
             if self.epilogue.has_sums:
                 sums = _turned(jnp.sum(self._of_width(summand, j), axis=1, keepdims=True), axis=0)
                 of_group = _inside(visits, v, sums.shape, axis=1)
                 outs[-1][0, 0] = jnp.where(of_group, sums, outs[-1][0, 0])
 
         for_part(visits.group[v], self.groups, compute)
+
+    def _write_words(self, result: Array, inside: Array, out: Ref) -> None:
+        num_lines = self.width // (2 * LANES)
+        lines = out.bitcast(jnp.uint32).reshape(self.rows * num_lines, LANES)
+        for line in range(num_lines):
+            # The same words of all rows.
+            low, high = (result[:, at * LANES : (at + 1) * LANES] for at in (line, num_lines + line))
+            at = pl.ds(line, self.rows, stride=num_lines)
+            lines[at] = jnp.where(inside, packed(low, high), lines[at])
 
     def _multiply(self, rows: Ref, matrices: Ref) -> Array:
         return _dot(rows[...], matrices[0], (1, 1 if self.transposed else 0))
@@ -405,6 +422,10 @@ def _tile_widths(width: int, least: int = 1) -> Iterator[int]:
     """Yield widths of tiles, of which there are at least so many, the largest first: whole vectors, or all."""
     for number in itertools.count(min(least, pl.cdiv(width, LANES))):
         yield width if number == 1 else max(1, pl.cdiv(pl.cdiv(width, number), LANES)) * LANES
+
+
+def _write(result: Array, inside: Array, out: Ref) -> None:
+    out[...] = jnp.where(inside, result, out[...].astype(jnp.float32)).astype(out.dtype)
 
 
 def _inside(visits: Visits, v: Array, shape: tuple[int, ...], axis: int = 0) -> Array:

@@ -133,7 +133,7 @@ def _gather_block(items: Ref, rows: Ref, out: Ref, buffers: Ref, semaphores: Ref
         for column in range(tile[0]):
             # The same words of consecutive rows.
             first = (mine * GATHERED + i * PACKED) * tile[0] + column
-            low, high = _halves(lines[pl.ds(first, PACKED, stride=tile[0])])
+            low, high = halves(lines[pl.ds(first, PACKED, stride=tile[0])])
             out[into, pl.ds(column * LANES, LANES)] = low.astype(out.dtype)
             out[into, pl.ds(half + column * LANES, LANES)] = high.astype(out.dtype)
 
@@ -162,7 +162,7 @@ def sum_rows_of_entries(
     first = (sorted_entry[None] < blocks[:, None]).sum(1, dtype=jnp.int32)
     lists = (first, items) if weights is None else (first, items, weights)
     run: Any = pl.pallas_call(
-        partial(_sum_block, tile=tile, is_weighted=weights is not None, interpret=interpret),
+        partial(_sum_block, tile=tile, is_weighted=weights is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(lists),
             grid=(num_blocks,),
@@ -185,7 +185,6 @@ def sum_rows_of_entries(
 
 
 def _by_entry(entry: Int[Array, "A"], num_entries: int) -> tuple[Int[Array, "A"], Int[Array, "A"]]:
-    """Return rows in the order of their entries, and these entries."""
     num_rows = entry.shape[0]
     bits = max(num_rows - 1, 1).bit_length()
     if bits + num_entries.bit_length() <= 32:
@@ -220,7 +219,7 @@ class _Arrivals(NamedTuple):
         return self.items[batch * BATCH + i], self.ring[batch & (IN_FLIGHT - 1), i]
 
 
-def _sum_block(first: Ref, items: Ref, *refs: Ref, tile: tuple[int, int], is_weighted: bool, interpret: bool) -> None:
+def _sum_block(first: Ref, items: Ref, *refs: Ref, tile: tuple[int, int], is_weighted: bool) -> None:
     """Sum the rows of the entries of one block, while the rows of later batches arrive."""
     rows, out, ring, semaphores = refs[is_weighted:]
     block, words = pl.program_id(0), rows.bitcast(jnp.uint32).reshape(rows.shape[0], *tile)
@@ -229,7 +228,7 @@ def _sum_block(first: Ref, items: Ref, *refs: Ref, tile: tuple[int, int], is_wei
     arrivals = _Arrivals(words, items, ring, semaphores)
 
     def add(item: Array, row: Array, sums: Sums) -> Sums:
-        low, high = _halves(row)
+        low, high = halves(row)
         if is_weighted:
             weight = refs[0][item >> ROW_SHIFT]
             low, high = low * weight, high * weight
@@ -237,7 +236,7 @@ def _sum_block(first: Ref, items: Ref, *refs: Ref, tile: tuple[int, int], is_wei
         is_first = jnp.full(tile, item) & BLOCK != 0
         low, high = (jnp.where(is_first, 0, total) + half for total, half in zip(sums, (low, high), strict=True))
         # The last row of an entry writes the whole sum.
-        into[item & (BLOCK - 1)] = _packed(low, high, interpret)
+        into[item & (BLOCK - 1)] = packed(low, high)
         return low, high
 
     def start_next(batch: Array) -> None:
@@ -287,16 +286,12 @@ def _for_each(begin: Array | int, end: Array | int, run: Callable[[Array], None]
     jax.lax.fori_loop(begin, end, step, 0)
 
 
-def _halves(words: Array) -> tuple[Array, Array]:
+def halves(words: Array) -> tuple[Array, Array]:
     """Return the bfloat16 numbers in the lower and upper halves of words, as float32."""
     low, high = words << 16, words & jnp.uint32(HIGH)
     return jax.lax.bitcast_convert_type(low, jnp.float32), jax.lax.bitcast_convert_type(high, jnp.float32)
 
 
-def _packed(low: Array, high: Array, interpret: bool) -> Array:
-    """Return words with two numbers rounded to bfloat16, to nearest even; the inverse of `_halves`."""
-    if not interpret:
-        return pltpu.pack_elementwise([low, high], packed_dtype=jnp.bfloat16)
-    # The interpreter lacks this operation.
-    low, high = (jax.lax.bitcast_convert_type(half.astype(jnp.bfloat16), jnp.uint16) for half in (low, high))
-    return low.astype(jnp.uint32) | high.astype(jnp.uint32) << 16
+def packed(low: Array, high: Array) -> Array:
+    """Return words with two numbers rounded to bfloat16, to nearest even; the inverse of `halves`."""
+    return pltpu.pack_elementwise([low, high], packed_dtype=jnp.bfloat16)

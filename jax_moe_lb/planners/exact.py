@@ -55,7 +55,6 @@ def exact(
 
 
 def _in_jax(counts: Counts, **options: Any) -> tuple[Placement, Quota]:
-    """Plan in jnp."""
     # Imported at its first trace: programs with the custom call need none of it.
     from jax_moe_lb.planners.exact_search import exact_in_jax
 

@@ -55,8 +55,6 @@ def check_greedy(placement: tuple[int, ...], quota: tuple[int, ...], domain: int
 
 @pytree
 class _Moves:
-    """Carry of the loop, over all `B = R / M` domains."""
-
     quota: Int[Array, "B E M"]  # token copies of each expert served by each rank
     placement: Int[Array, "B M S"]  # expert in each slot; -1 for an empty slot
     holds: Bool[Array, "B E M"]  # true if the rank has a slot for the expert

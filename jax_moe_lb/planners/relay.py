@@ -70,8 +70,6 @@ def relay_reference(
 
 @pytree
 class _Sent:
-    """Carry of the loop over experts."""
-
     relay: Int[Array, "R S"]  # source rank of each slot
     copies: Int[Array, "R"]  # copies sent by each rank
     relays: Int[Array, "R"]  # 1 if the rank relays any expert, else 0

@@ -57,8 +57,6 @@ def queues_of(placement: Placement, quota: Quota, members: int) -> Queues:
 
 @pytree
 class _Attempt:
-    """Carry of an attempt, one entry per domain."""
-
     place: Int[Array, "B"]  # next position in the queue; past its end if the surplus does not fit
     need: Int[Array, "B"]  # token copies of the current giver above the limit; 0 if no giver has a surplus left
     left: Int[Array, "B"]  # token copies the current expert can still give

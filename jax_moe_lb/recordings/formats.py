@@ -120,7 +120,6 @@ def _passes(dump: dict[str, Any], limits: FileLimits) -> Passes:
 
 
 def _of_ranks(ranks: list[Passes], num_ranks: int | None, limits: FileLimits) -> tuple[list[int], RecordedCounts]:
-    """Join the passes common to all ranks."""
     steps = sorted(set.intersection(*(set(passes.counts) for passes in ranks)))
     if not steps or len({passes.counts[steps[0]].shape for passes in ranks}) > 1:
         raise ValueError("the ranks have no common pass of equal shape; expected at least one")

@@ -50,7 +50,6 @@ def fair_parts(transfers: Sequence[Transfer]) -> list[float]:
 
 
 def _taken(parts: list[float], needs: list[list[float]]) -> list[float]:
-    """Sum the used share per level."""
     return [sum(part * need[level] for part, need in zip(parts, needs, strict=True)) for level in range(len(needs[0]))]
 
 

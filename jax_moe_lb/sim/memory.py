@@ -220,7 +220,6 @@ def _gathered_bytes(model: ModelShape, cluster: Cluster, migration: Migration, s
 
 
 def _kept_bytes(model: ModelShape, step: Step) -> int:
-    """Return the bytes of the residuals of one layer."""
     copies = model.tokens * model.per_token
     if step.recompute:
         return model.tokens * model.row_bytes + copies * ADDRESS_BYTES

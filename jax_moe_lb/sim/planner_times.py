@@ -101,7 +101,6 @@ def planning_s(balancer: Balancer, num_ranks: int, domain: int, num_experts: int
 
 
 def _one_s(balancer: Balancer, num_ranks: int, domain: int, num_experts: int, host_wait_s: float) -> float:
-    """Return the time of one balancer."""
     name = type(balancer).__name__
     if isinstance(balancer, WITH_KERNEL) and domain <= MOST_KERNEL_RANKS:
         # A block plans each domain, all of them at once. Its time grows with the ranks beyond the largest row.

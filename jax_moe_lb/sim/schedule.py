@@ -303,7 +303,6 @@ class Scheduler:
         return done
 
     def _serve(self, mark: str, wave: Wave, at: int, after: tuple[Task, ...], factor: float) -> _Served:
-        """Add the experts of a wave and the combine of the outputs."""
         computed = self._experts(mark, wave, at, after, factor)
         flows = wave.gradients_back if mark else wave.back
         messages = self._messages(mark, wave, 1)

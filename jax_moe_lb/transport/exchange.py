@@ -71,8 +71,8 @@ class Buffers:
             waits before each iteration. A number runs exactly that many without a loop, and a plan with more rounds is
             a fault. 1 is usual with balancers that guarantee a load below the headroom.
         chunks: parts of the buffer with exchanges of their own in the forward pass; 1 by default. With 2, the exchange
-            of one part overlaps with products of the other. Values are equal. Only `Direct` supports more than 1, and
-            `Forward`, whose chunks are parts of the tokens in both passes.
+            of one part overlaps with products of the other. Values are equal. `Direct` and `Once` support more than 1,
+            and `Forward`, whose chunks are parts of the tokens in both passes.
 
     Raises:
         ValueError: `headroom` is not positive and finite, or `max_rounds` or `chunks` is below 1.

@@ -7,7 +7,6 @@ can run beside it. Inside a node the rail ranks are the sources of the tokens, a
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -60,8 +59,6 @@ class Forward(ListDispatch):
     """
 
     max_nodes: Count | None = None
-
-    takes_chunks: ClassVar[bool] = True
 
     def limited_to(self, max_nodes: int) -> "Forward":
         """Return the dispatch with `max_nodes`, unless it has a limit; see `Dispatch.limited_to`."""
@@ -161,7 +158,7 @@ class _ForwardCost(TransportCost):
         members = topology.levels[-1].size
         nodes = topology.num_ranks // members
         entries, first = nodes * num_tokens, num_tokens * min(per_token, nodes, self.max_nodes or nodes)
-        room = rows_with_padding(self.buffers, num_tokens * per_token, per_token, members)
+        room = rows_with_padding(self.buffers.rows(num_tokens * per_token), per_token, members)
         sent = min(room, entries * min(per_token, members))
         return RowArrays(sent, room, room, entries, carries_sums=True, sent_first=first, forwarded=entries)
 

@@ -2,7 +2,8 @@
 
 An *entry* is a token of this rank, or a row that this rank forwards. A rank sends one list to each rank of the group:
 the entries with copies there, in order. In step `i` of `n`, rows with an even share of the copies of every list travel,
-so no rank receives more than a receive buffer of copies. All ranks learn the sizes of all lists from one all-gather.
+so no rank receives more than a receive buffer of copies. A round is one step, or one of each chunk. All ranks learn the
+sizes of all lists from one all-gather.
 """
 
 import itertools
@@ -17,14 +18,14 @@ from jax_moe_lb.collectives.ragged_all_to_all import (
     Slices,
     concatenated,
     empty_buffer,
-    empty_buffer_after,
+    empty_buffer_now,
     ragged_all_to_all,
     starts,
 )
 from jax_moe_lb.core.topology import INT32_MAX
 from jax_moe_lb.core.types import iota, pytree
 from jax_moe_lb.kernels.slot_places import RowOwners, sum_rows
-from jax_moe_lb.transport.exchange import TILE_ROWS, Buffers, rows_at
+from jax_moe_lb.transport.exchange import TILE_ROWS, rows_at
 
 GroupMatrix = Int[Array, "G G"]
 """One number per sender and receiver of a group of `G` ranks."""
@@ -70,16 +71,17 @@ class Lists:
     code: PerChoice  # code of each choice, above 0, such as its slot plus 1; 0 for none
     copies: Int[Array, "P"]  # copies in each list
     steps: Int[Array, ""]  # number of steps, at least 1 and equal on all ranks
-    table: Int[Array, "P P"]  # rows from each rank to each rank in the first step
+    tables: Int[Array, "C P P"]  # rows from each rank to each rank in the steps of the first round, one of each chunk
 
     @classmethod
     def of(
         cls,
         rank: PerChoice,
         code: PerChoice,
-        steps: Int[Array, ""] | int,
+        rounds: Int[Array, ""] | int,
         group: Group,
         max_ranks: int | None = None,
+        chunks: int = 1,
     ) -> "Lists":
         """Make the lists of a rank, and gather the sizes of the lists of all ranks."""
         (num_entries, per_entry), num_ranks = rank.shape, jax.lax.axis_size(group.axes)
@@ -103,19 +105,39 @@ class Lists:
             row,
             coded,
             by_rank,
-            jnp.maximum(steps, 1),
-            jnp.zeros((num_ranks, num_ranks), jnp.int32),
+            jnp.maximum(rounds, 1) * chunks,
+            jnp.zeros((chunks, num_ranks, num_ranks), jnp.int32),
         )
-        return replace(lists, table=lists._table(0, group))
+        return replace(lists, tables=lists._gathered(lists._edges(0), group))
 
-    def step(self, i: Int[Array, ""] | int, num_sent: int, group: Group) -> "Step":
-        """Return the rows of step `i`."""
-        first = self._edge(i)
-        table = self.table if isinstance(i, int) and i == 0 else self._table(i, group)
-        return Step(self, first, self._edge(i + 1) - first, table, min(num_sent, self.entry.shape[0]), group)
+    def round(self, i: Int[Array, ""] | int, num_sent: int, group: Group) -> "Step":
+        """Return the rows of round `i` as one exchange."""
+        edges = self._edges(i)
+        table = self._tables(i, edges, group).sum(0, dtype=jnp.int32)
+        return Step(self, edges[0], edges[-1] - edges[0], table, min(num_sent, self.entry.shape[0]), group)
 
-    def _table(self, i: Int[Array, ""] | int, group: Group) -> Int[Array, "P P"]:
-        return jax.lax.all_gather(self._edge(i + 1) - self._edge(i), group.axes)
+    def steps_of_round(self, i: Int[Array, ""] | int, num_sent: int, group: Group) -> tuple["Step", ...]:
+        """Return the exchanges of round `i`, one of each chunk; their rows return into the array of the whole round."""
+        edges = self._edges(i)
+        tables = self._tables(i, edges, group)
+        returns = starts(tables.sum(0, dtype=jnp.int32), 1)[None] + starts(tables, 0)
+        num_sent = min(num_sent, self.entry.shape[0])
+        return tuple(
+            Step(self, first, last - first, tables[c], num_sent, group, returns=returns[c])
+            for c, (first, last) in enumerate(itertools.pairwise(edges))
+        )
+
+    def _tables(self, i: Int[Array, ""] | int, edges: list[Int[Array, "P"]], group: Group) -> Int[Array, "C P P"]:
+        return self.tables if isinstance(i, int) and i == 0 else self._gathered(edges, group)
+
+    def _gathered(self, edges: list[Int[Array, "P"]], group: Group) -> Int[Array, "C P P"]:
+        sizes = jnp.stack([last - first for first, last in itertools.pairwise(edges)])
+        return jax.lax.all_gather(sizes, group.axes, axis=1)
+
+    def _edges(self, i: Int[Array, ""] | int) -> list[Int[Array, "P"]]:
+        """Return the first row per list in each step of round `i`, and in the step after the last one."""
+        chunks = self.tables.shape[0]
+        return [self._edge(i * chunks + c) for c in range(chunks + 1)]
 
     def share(self, i: Int[Array, ""] | int) -> Int[Array, "P"]:
         """Return the copies per list before step `i`, `floor(copies * i / steps)`."""
@@ -131,7 +153,7 @@ class Lists:
 
 @dataclass(frozen=True)
 class Step:
-    """One exchange of parts of all lists; made by `Lists.step`."""
+    """One exchange of parts of all lists; made by `Lists.round` and `Lists.steps_of_round`."""
 
     lists: Lists  # lists of this rank
     first: Int[Array, "P"]  # first row of each list in this step
@@ -143,6 +165,8 @@ class Step:
     entries: tuple[int, int] | None = None
     # First row of each block in the receive buffer; `None` (default) if the buffer has only the rows of this step
     lands: Int[Array, "P P"] | None = None
+    # First row of each block in the array of returned rows; `None` (default) if it has only the rows of this step
+    returns: Int[Array, "P P"] | None = None
 
     def chunks(self, number: int, num_sent: int, *, in_one_buffer: bool) -> tuple["Step", ...]:
         """Split the step by entries, into exchanges of their own."""
@@ -192,8 +216,7 @@ class Step:
 
     def _hop(self) -> Hop:
         table = self.table
-        first = starts(table, 1)
-        return Hop(self.group, table, first, starts(table, 0) if self.lands is None else self.lands)
+        return Hop(self.group, table, starts(table, 1), starts(table, 0) if self.lands is None else self.lands)
 
     def send(self, entries: Float[Array, "N W"], into: Float[Array, "A W"], site: str) -> Float[Array, "A W"]:
         """Send each entry once to the ranks of the rows in this step."""
@@ -221,6 +244,10 @@ class Step:
 
     def sum_back(self, rows: Float[Array, "A W"], site: str) -> Float[Array, "N W"]:
         """Return rows to the sources and sum those of each entry; the transpose of `send`."""
+        return self.sums(self.back(rows, self.returned(rows), site))
+
+    def sums(self, returned: Float[Array, "B W"]) -> Float[Array, "N W"]:
+        """Sum the returned rows of each entry."""
         lists, num_ranks = self.lists, self.size.shape[0]
         row = lists.row if self.entries is None else lists.row[slice(*self.entries)]
         at = jnp.append(self.position, -1)[row]
@@ -229,24 +256,28 @@ class Step:
             at = jnp.stack([jnp.where(ranks == rank, at, -1).max(1) for rank in range(num_ranks)], 1)
         else:
             at = jnp.where(is_first(row, lists.rank.shape[0]), at, -1)
-        return sum_rows(self._back(rows, site), at, owners=self._owners())
+        return sum_rows(returned, at, owners=self._owners())
 
     def _owners(self) -> RowOwners:
-        """Return the entry per returned row."""
         first, last = (0, self.lists.row.shape[0]) if self.entries is None else self.entries
         is_sent = iota(self.num_sent) < self.size.sum(dtype=jnp.int32)
         return RowOwners(jnp.where(is_sent, self.lists.entry[self.sent] - first, last - first))
 
     def choices_back(self, values: Float[Array, "A K"], site: str) -> Float[Array, "N K"]:
         """Return one number per choice from the rank that serves it; the transpose of `send_choices`."""
-        back = self._back(values, site)
+        back = self.back(values, self.returned(values), site)
         at = jnp.append(self.position, -1)[self.lists.row]
         choice = iota(values.shape[1])[None]
         return jnp.where(at >= 0, back[jnp.maximum(at, 0), choice], 0)
 
-    def _back(self, rows: Array, site: str) -> Array:
-        # Allocated for use now: on TPUs, an uninitialized buffer would exist at the peak of memory before.
-        return self._hop().back(rows, empty_buffer_after(rows, self.num_sent), site)
+    def returned(self, rows: Array) -> Array:
+        """Allocate the array of returned rows."""
+        return empty_buffer_now(rows, self.num_sent)
+
+    def back(self, rows: Shaped[Array, "A W"], into: Shaped[Array, "B W"], site: str) -> Shaped[Array, "B W"]:
+        """Return rows to the sources."""
+        hop = self._hop()
+        return (hop if self.returns is None else replace(hop, first=self.returns)).back(rows, into, site)
 
 
 def is_first(row: PerChoice, none: int) -> Bool[Array, "N K"]:
@@ -255,8 +286,13 @@ def is_first(row: PerChoice, none: int) -> Bool[Array, "N K"]:
     return (row != none) & ~jnp.stack(again, 1)
 
 
-def rows_with_padding(buffers: Buffers, num_copies: int, per_token: int, num_sources: int) -> int:
-    """Return the rows of a rank's buffers for lists: `A`, and `K` per source."""
-    # A list has an even share of its copies in a round, rounded up, and the last row may have `K - 1` more.
-    rows = buffers.rows(num_copies) + per_token * num_sources
+def rows_with_padding(num_rows: int, per_token: int, num_sources: int) -> int:
+    """Return the rows of a buffer for lists with so many copies, and `K` more per source."""
+    # A list has an even share of its copies in a step, rounded up, and the last row may have `K - 1` more.
+    rows = num_rows + per_token * num_sources
     return rows if rows < 8 * TILE_ROWS else -(-rows // TILE_ROWS) * TILE_ROWS
+
+
+def rows_of_chunk(num_copies: int, per_token: int, num_ranks: int, chunks: int) -> int:
+    """Return the most rows that a rank sends in one of several chunks, each with an even share of every list."""
+    return rows_with_padding(-(-num_copies // chunks), per_token, num_ranks)

@@ -35,6 +35,7 @@ from jax_moe_lb.transport.wave_rows import EvenRouting, RowsBetween, WaveRows, s
 class ListDispatch(Dispatch[ListReceipt]):
     """Base class of dispatches whose rows are tokens in lists: `Once` and `Forward`."""
 
+    takes_chunks: ClassVar[bool] = True
     takes_saved: ClassVar[bool] = True
 
     @abc.abstractmethod
@@ -96,7 +97,7 @@ class Once(ListDispatch):
         # The rounds of `Direct`: in each, a rank receives at most a receive buffer of copies.
         rounds = agreed((load(plan).max() + capacity - 1) // capacity, axes)
         group, _ = self.groups(plan.domain, topology)
-        lists = lists_of(experts, going, plan.placement, plan.split, rounds, group)
+        lists = lists_of(experts, going, plan.placement, plan.split, rounds, group, self.buffers.chunks)
         return ListReceipt(rounds, None, lists, None)
 
     def groups(self, domain: int, topology: Topology) -> tuple[Group, Group | None]:
@@ -121,7 +122,7 @@ class _OnceCost(TransportCost):
         return (spread_evenly(num_ranks * routing.tokens(num_ranks), sizes),)
 
     def row_arrays(self, num_tokens: int, per_token: int, topology: Topology) -> RowArrays:
-        room = rows_with_padding(self.buffers, num_tokens * per_token, per_token, topology.num_ranks)
+        room = rows_with_padding(self.buffers.rows(num_tokens * per_token), per_token, topology.num_ranks)
         sent = num_tokens * min(per_token, topology.num_ranks)
         return RowArrays(sent, room, room, num_tokens, carries_sums=True)
 
@@ -131,8 +132,9 @@ def lists_of(
     going: Int[Array, "E P"],
     placement: Placement,
     split: Split,
-    steps: Int[Array, ""],
+    rounds: Int[Array, ""],
     group: Group,
+    chunks: int = 1,
 ) -> Lists:
     """Make the lists of a rank for the ranks that serve its choices."""
     # With a proportional split, a source sends copies of an expert to several ranks, and `preferring` chooses among
@@ -143,4 +145,4 @@ def lists_of(
     held = jnp.where(placement < 0, num_experts, placement)
     code = jnp.zeros_like(held, shape=(num_ranks, num_experts))
     code = code.at[iota(num_ranks)[:, None], held].set(iota(held.shape[1]) + 1, mode="drop")
-    return Lists.of(rank, code[jnp.maximum(rank, 0), jnp.maximum(experts, 0)], steps, group)
+    return Lists.of(rank, code[jnp.maximum(rank, 0), jnp.maximum(experts, 0)], rounds, group, chunks=chunks)

@@ -14,18 +14,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from jax_moe_lb.collectives.ragged_all_to_all import Group, as_rows, as_words, empty_buffer
+from jax_moe_lb.collectives.ragged_all_to_all import Group, as_rows, as_words, concatenated, empty_buffer, starts
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.manual_axes import first_order
 from jax_moe_lb.core.plan import Plan
-from jax_moe_lb.core.schedule import in_order, in_order_on_tpu
+from jax_moe_lb.core.schedule import in_order, in_order_on_cuda, in_order_on_tpu
 from jax_moe_lb.core.topology import Topology
-from jax_moe_lb.core.types import Rows, Tokens, pytree
+from jax_moe_lb.core.types import Rows, Tokens, iota, pytree
 from jax_moe_lb.kernels.operands import BackwardRows
 from jax_moe_lb.kernels.slot_places import SlotPlaces, slot_places, sum_rows, take_rows
 from jax_moe_lb.transport.compression import packed, unpacked
 from jax_moe_lb.transport.exchange import Buffers, DispatchOptions, RoundsReceipt, RoutingWeights, Saved, rows_at
-from jax_moe_lb.transport.lists import Lists, Step, rows_with_padding
+from jax_moe_lb.transport.lists import Lists, Step, rows_of_chunk, rows_with_padding
 from jax_moe_lb.transport.one_round import Kept, SumsT
 from jax_moe_lb.transport.replicate import Replicate
 from jax_moe_lb.transport.rounds import InputGradients, backward_pass, named, overflow_rounds
@@ -57,7 +57,7 @@ def chunks_between(lists: Lists, buffers: Buffers, group: Group) -> tuple[Step, 
     # Without empty chunks, if there are few tokens.
     number = -(-num_tokens // max(part, 1)) or 1
     num_sent = part * (num_rows // max(num_tokens, 1))
-    return lists.step(0, num_rows, group).chunks(number, num_sent, in_one_buffer=False)
+    return lists.round(0, num_rows, group).chunks(number, num_sent, in_one_buffer=False)
 
 
 def _of_step(entries: Float[Array, "N W"], step: Step) -> Float[Array, "_ W"]:
@@ -108,41 +108,38 @@ class Route(NamedTuple):
             return None
         return chunks_between(receipt.between, self.options.buffers, self.between)
 
-    def room(self, weights: RoutingWeights) -> int:
-        """Return the rows of a rank's buffers; see `rows_with_padding`."""
-        num_sources = jax.lax.axis_size(self.group.axes)
-        return rows_with_padding(self.options.buffers, weights.size, weights.shape[1], num_sources)
+    @property
+    def chunks(self) -> int:
+        """Parts of a round with products of their own; 1 with a first hop, whose chunks are parts of the tokens."""
+        return 1 if self.between else self.options.buffers.chunks
+
+    def room(self, num_tokens: int, per_token: int, *, in_chunks: bool = False) -> int:
+        """Return the rows of a rank's buffer for a round, or for one of its chunks; see `rows_with_padding`."""
+        buffers, num_copies = self.options.buffers, num_tokens * per_token
+        num_rows = buffers.chunk_rows(num_copies) if in_chunks and self.chunks > 1 else buffers.rows(num_copies)
+        return rows_with_padding(num_rows, per_token, jax.lax.axis_size(self.group.axes))
 
 
 @dataclass(frozen=True)
-class _Round:
-    """Exchange of a round, and the copies that it brings."""
+class _Part:
+    """Exchange of a round or of one of its chunks, and the copies that it brings."""
 
-    steps: tuple[Step, ...]  # rows of the round, by chunk of entries
+    steps: tuple[Step, ...]  # rows of the exchange, by chunk of entries
     places: SlotPlaces  # copies of the received rows in the order of slots
     weights: RoutingWeights  # weights of the choices of each received row; those of other ranks have no place
-    whole: Step  # rows of all chunks
+    codes: Int[Array, "A K"]  # slots of these choices plus 1; 0 for those of other ranks
+    whole: Step  # rows of all chunks of entries
 
     @classmethod
     @jax.named_scope("dispatch")
-    def of(
-        cls,
-        i: Int[Array, ""] | int,
-        entry_weights: RoutingWeights,
-        slots: int,
-        room: int,
-        lists: Lists,
-        route: Route,
-        chunks: int,
-    ) -> "_Round":
-        # The rounds of a single hop bound the received rows only: as many rows as all lists have may leave at once.
-        step = lists.step(i, lists.entry.shape[0] if route.between is None else room, route.group)
+    def of(cls, step: Step, entry_weights: Float[Array, "N K"], slots: int, room: int, entries: int = 1) -> "_Part":
         # Codes and weights take one exchange: codes are small integers, exact in the dtype of the weights.
         tail = jnp.concatenate([step.codes().astype(entry_weights.dtype), step.of_rows(entry_weights)], 1)
         codes, weights = jnp.split(step.exchange(tail, room, "dispatch of weights"), 2, 1)
-        part = lists.row.shape[0] // chunks * min(lists.row.shape[1], lists.copies.shape[0])
-        steps = step.chunks(chunks, min(room, part), in_one_buffer=True)
-        return cls(steps, slot_places(step.clear(codes).astype(jnp.int32), slots, room), weights, step)
+        codes, lists = step.clear(codes).astype(jnp.int32), step.lists
+        part = lists.row.shape[0] // entries * min(lists.row.shape[1], lists.copies.shape[0])
+        steps = step.chunks(entries, min(room, part), in_one_buffer=True)
+        return cls(steps, slot_places(codes, slots, room), weights, codes, step)
 
     @jax.named_scope("dispatch")
     def send(self, entries: Entries) -> Float[Array, "A W"]:
@@ -152,23 +149,69 @@ class _Round:
             rows = step.send(part, rows, "dispatch")
         return rows
 
-    def copies(self, rows: Float[Array, "A H"]) -> Rows:
-        """Return the copies of received rows, in the order of slots."""
-        return take_rows(rows, self.places.copy // self.weights.shape[1], rows_at)
+    def copies(self, rows: Float[Array, "_ H"], order: Int[Array, "A"] | None = None) -> Rows:
+        """Return the copies of received rows, in the order of slots; `order` has the index of each row."""
+        at = self.places.copy // self.weights.shape[1]
+        return take_rows(rows, at if order is None else order[at], rows_at)
 
     def copy_weights(self) -> Float[Array, "A 1"]:
         return self.weights.reshape(-1, 1)[self.places.copy]
 
     @jax.named_scope("combine")
-    def sum_back(self, outputs: Rows, weights: RoutingWeights | None) -> Entries:
-        """Sum the outputs of each row, then those of each entry."""
-        sums = sum_rows(outputs, self.places.place, weights, self.places.owners(weights)).astype(outputs.dtype)
-        return tuple(step.sum_back(sums, "combine") for step in self.steps)
+    def sums(self, outputs: Rows, weights: RoutingWeights | None) -> Float[Array, "A H"]:
+        """Sum the outputs of each received row."""
+        return sum_rows(outputs, self.places.place, weights, self.places.owners(weights)).astype(outputs.dtype)
 
     @jax.named_scope("combine")
     def weights_back(self, of_copies: Float[Array, "A 1"]) -> Float[Array, "N K"]:
         of_rows = of_copies[:, 0].at[self.places.place].get(mode="fill", fill_value=0)
         return self.whole.choices_back(of_rows, "combine of weights")
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Exchanges of a round, one of each chunk."""
+
+    parts: tuple[_Part, ...]
+    steps: tuple[Step, ...]  # rows of all parts, by chunk of entries
+
+    @classmethod
+    @jax.named_scope("dispatch")
+    def of(
+        cls,
+        i: Int[Array, ""] | int,
+        num_tokens: int,
+        entry_weights: Float[Array, "N K"],
+        slots: int,
+        lists: Lists,
+        route: Route,
+        entries: int,
+        *,
+        in_chunks: bool,
+    ) -> "_Round":
+        per_token, num_rows = entry_weights.shape[1], lists.entry.shape[0]
+        room = route.room(num_tokens, per_token)
+        # The rounds of a single hop bound the received rows only: as many rows as all lists have may leave at once.
+        whole = lists.round(i, room if route.between else num_rows, route.group)
+        if not in_chunks or route.chunks == 1:
+            part = _Part.of(whole, entry_weights, slots, room, entries)
+            return cls((part,), part.steps)
+        num_sent = rows_of_chunk(num_tokens * per_token, per_token, lists.copies.shape[0], route.chunks)
+        chunk_room = route.room(num_tokens, per_token, in_chunks=True)
+        steps = lists.steps_of_round(i, num_sent, route.group)
+        return cls(tuple(_Part.of(step, entry_weights, slots, chunk_room) for step in steps), (whole,))
+
+    @jax.named_scope("combine")
+    def back(self, number: int, sums: Float[Array, "A H"], returned: Entries | None) -> Entries:
+        """Return the sums of a part to the sources, into the array of all parts."""
+        returned = tuple(step.returned(sums) for step in self.steps) if returned is None else returned
+        sent = zip(self.parts[number].steps, returned, strict=True)
+        return tuple(step.back(sums, into, "combine") for step, into in sent)
+
+    @jax.named_scope("combine")
+    def entry_sums(self, returned: Entries) -> Entries:
+        """Sum the returned rows of each entry."""
+        return tuple(step.sums(rows) for step, rows in zip(self.steps, returned, strict=True))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
@@ -196,13 +239,27 @@ def _served(inputs: Inputs, replicate: Replicate, route: Route, topology: Topolo
         def one_round(i: Array | int, total: Entries | None, saved: Saved = Saved()) -> tuple[Entries, Kept]:
             # The barrier makes every round gather its rows, as in `in_rounds`. A chunk does not wait for the others.
             now = tuple(optimization_barrier(jnp.int32(i), part) for part in entries)
-            one = _Round.of(i, entry_weights, plan.slots, route.room(weights), receipt.lists, route, len(entries))
-            words = one.send(now)
-            rows = one.copies(unpacked(transfer, words, tokens))
-            outputs, products = slots.ffn(rows, one.places.group_sizes, keeps_products=saved.hidden)
-            sums = one.sum_back(outputs, one.weights)
-            kept = Kept(rows=words if saved.rows else None, products=products if saved.hidden else None)
-            return (sums if total is None else jax.tree.map(jnp.add, total, sums)), kept
+            one = _Round.of(
+                i, weights.shape[0], entry_weights, plan.slots, receipt.lists, route, len(entries), in_chunks=True
+            )
+            words = [part.send(now) for part in one.parts]
+            products, returned = [], None
+            for number, part in enumerate(one.parts):
+                rows = part.copies(unpacked(transfer, words[number], tokens))
+                outputs, of_part = slots.ffn(rows, part.places.group_sizes, keeps_products=saved.hidden)
+                products.append(of_part)
+                sums = part.sums(outputs, part.weights)
+                if number + 1 < len(words):
+                    # The rows of a chunk arrive before the sums of the last one return, as in `serve_round`.
+                    words[number + 1], sums = in_order_on_cuda(words[number + 1], sums)
+                returned = one.back(number, sums, returned)
+            assert returned is not None
+            sums_of_entries = one.entry_sums(returned)
+            kept = Kept(
+                rows=_in_one(*words) if saved.rows else None,
+                products=jax.tree.map(_in_one, *products) if saved.hidden else None,
+            )
+            return (sums_of_entries if total is None else jax.tree.map(jnp.add, total, sums_of_entries)), kept
 
         # The first round has the static index 0: the sizes of its lists are known.
         first, kept = one_round(0, None, saved)
@@ -212,6 +269,10 @@ def _served(inputs: Inputs, replicate: Replicate, route: Route, topology: Topolo
             return route.to_tokens(total, receipt, tokens), kept
 
     return serve(inputs)
+
+
+def _in_one(*parts: Array) -> Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 def _further_rounds(
@@ -250,11 +311,14 @@ def _gradients(
     # As in `rounds._gradients`: rematerialize replicas and rows in the backward pass.
     tokens, weights, experts, upstream = jax.lax.optimization_barrier((tokens, weights, experts, upstream))
     again, transfer = replicate.again(), route.options.transfer
-    is_saved = route.options.saved
+    is_saved, room = route.options.saved, route.room(*weights.shape, in_chunks=True)
     slots = Slots.of(experts, plan, again, topology, kept.replicas)
 
     def to_entries() -> Entries:
         return route.to_entries(packed(transfer, tokens), receipt)
+
+    def unpack(words: Array) -> Rows:
+        return unpacked(transfer, words, tokens)
 
     with jax.named_scope("dispatch"):
         # Saved rows replace the first round only; further rounds, usually none, then send their entries again.
@@ -268,15 +332,28 @@ def _gradients(
         sent = () if kept.rows is not None else (to_entries() if entries is None else entries,)
         parts = [optimization_barrier(jnp.int32(i), part) for part in zip(upstreams, *sent, strict=True)]
         now = [tuple(part) for part in zip(*parts, strict=True)]
-        one = _Round.of(i, entry_weights, plan.slots, route.room(weights), receipt.lists, route, len(upstreams))
-        rows, row_upstream = _received(one, now, kept, lambda words: unpacked(transfer, words, tokens), slots.replicas)
+        whole = _Round.of(
+            i, weights.shape[0], entry_weights, plan.slots, receipt.lists, route, len(upstreams), in_chunks=False
+        )
+        (one,) = whole.parts
+        order = None
+        if route.chunks > 1 and kept != Kept():
+            # Saved arrays have the order of the chunks of the forward pass.
+            order = _order_in_chunks(one, room)
+            if kept.products is not None:
+                take = partial(rows_at, at=_copies_in_chunks(one, order, room))
+                kept = kept._replace(products=jax.tree.map(take, kept.products))
+        rows, row_upstream = _received(one, now, kept, order, unpack, slots.replicas)
         before = None if sums is None else sums[2]
         batch = BackwardRows(rows, one.copy_weights(), row_upstream, kept.products)
         of_rows, of_weights, of_slots = slots.pull_back(batch, one.places.group_sizes, before, route.options)
         # Gradients of routing weights travel beside the products for gradients of rows. These travel beside the
         # products for gradients of experts.
-        of_choices, of_rows = in_order(one.weights_back(of_weights), of_rows)
-        of_entries = one.sum_back(of_rows, None)
+        of_choices, words = in_order(one.weights_back(of_weights), as_words(of_rows))
+        returned = whole.back(0, one.sums(as_rows(words), None), None)
+        # Gradients of replicas otherwise travel first, beside the products that hide those of rows.
+        words, of_slots = in_order_on_tpu(jax.tree.map(as_words, returned), of_slots)
+        of_entries = whole.entry_sums(jax.tree.map(as_rows, words))
         if sums is not None:
             of_entries, of_choices = jax.tree.map(jnp.add, sums[:2], (of_entries, of_choices))
         return of_entries, of_choices, of_slots
@@ -285,9 +362,6 @@ def _gradients(
         return *sums[:2], widened(sums[2])
 
     of_entries, of_choices, of_slots = _further_rounds(receipt, route, one_round, one_round(0, None, kept), wide)
-    # Gradients of replicas otherwise travel first, beside the products that hide those of rows.
-    words, of_slots = in_order_on_tpu(jax.tree.map(as_words, of_entries), of_slots)
-    of_entries = jax.tree.map(as_rows, words)
     of_experts = slots.gradients_at_home(of_slots, plan, again, topology)
     with jax.named_scope("combine"):
         of_tokens = route.to_tokens(of_entries, receipt, tokens)
@@ -295,27 +369,46 @@ def _gradients(
 
 
 def _received(
-    one: _Round,
+    one: _Part,
     upstream_and_sent: Sequence[tuple[Array, ...]],
     kept: Kept,
+    order: Int[Array, "A"] | None,
     decode: Callable[[Array], Array],
     replicas: Experts | None,
 ) -> tuple[Rows, Rows]:
     """Return the copies of a backward round, and the gradients of the outputs."""
     upstream, *sent = upstream_and_sent
     if kept.rows is not None:
-        return one.copies(decode(kept.rows)), one.copies(one.send(upstream))
+        return one.copies(decode(kept.rows), order), one.copies(one.send(upstream))
     if kept.products is not None:
         row_upstream = one.copies(one.send(upstream))
         # The rows then travel beside the products that read none of them.
         row_upstream, sent = in_order(row_upstream, sent)
         return one.copies(decode(one.send(sent[0]))), row_upstream
-    rows = one.copies(decode(one.send(sent[0])))
     # The upstream gradients then travel beside the products that rematerialize the hidden activations. Replicas would
     # otherwise travel beside these on TPUs.
-    rows, upstream = in_order(rows, upstream)
+    words, upstream = in_order(as_words(one.send(sent[0])), upstream)
     _, upstream = in_order_on_tpu(replicas, upstream)
-    return rows, one.copies(one.send(upstream))
+    return one.copies(decode(as_rows(words))), one.copies(one.send(upstream))
+
+
+def _order_in_chunks(one: _Part, room: int) -> Int[Array, "A"]:
+    """Return the index of each received row of the first round among the rows of its chunks, each of `room` rows."""
+    sizes = one.whole.lists.tables[:, :, jax.lax.axis_index(one.whole.group.axes)]
+    first = starts(sizes, 1) + room * iota(sizes.shape[0])[:, None]
+    return concatenated(first.T, sizes.T, one.weights.shape[0])
+
+
+def _copies_in_chunks(one: _Part, order: Int[Array, "A"], room: int) -> Int[Array, "A"]:
+    """Return the index of each copy of the first round among the copies of the chunks, each of `room` copies."""
+    (num_rows, per_row), number = one.codes.shape, one.whole.lists.tables.shape[0]
+    is_received = iota(num_rows) < one.whole.table[:, jax.lax.axis_index(one.whole.group.axes)].sum(dtype=jnp.int32)
+    at = jnp.where(is_received, order, number * room)
+    codes = jnp.zeros_like(one.codes, shape=(number * room, per_row)).at[at].set(one.codes, mode="drop")
+    num_slots = one.places.group_sizes.shape[0]
+    places = [slot_places(part, num_slots, room).place + c * room for c, part in enumerate(jnp.split(codes, number))]
+    copy = one.places.copy
+    return jnp.concatenate(places)[order[copy // per_row], copy % per_row]
 
 
 serve_lists.defvjp(_save, _backward)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from jax_moe_lb.collectives.ragged_all_to_all import as_words
+from jax_moe_lb.collectives.ragged_all_to_all import as_rows, as_words
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.schedule import in_order, in_order_on_cuda, in_order_on_tpu
 from jax_moe_lb.core.topology import Topology
@@ -146,8 +146,9 @@ def gradient_round(
     rows = BackwardRows(one.decoded(words), row_weights, as_words(row_upstream), saved.products)
     of_rows, of_row_weights, sums = pull_back(rows, group_sizes, sums)
     with jax.named_scope("combine"):
-        of_weights, of_rows = in_order(one.send_back(of_row_weights, 0, of_weights), of_rows)
-        of_copies = one.send_back(of_rows, 0, of_copies)
+        # The barrier sets the layout of the rows, which is that of exchanges.
+        of_weights, of_rows = in_order(one.send_back(of_row_weights, 0, of_weights), as_words(of_rows))
+        of_copies = one.send_back(as_rows(of_rows), 0, of_copies)
     return (of_copies, of_weights), sums
 
 

@@ -1,4 +1,4 @@
-"""Rule that chooses `Direct`, `Once` or `Forward` for a layer, and the chunks of `Direct`."""
+"""Rule that chooses `Direct`, `Once` or `Forward` for a layer, and the chunks on TPUs."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -9,6 +9,7 @@ from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.dispatch import Dispatch
+from jax_moe_lb.transport.exchange import Buffers
 from jax_moe_lb.transport.forward import Forward
 from jax_moe_lb.transport.lists import rows_with_padding
 from jax_moe_lb.transport.once import Once
@@ -22,11 +23,11 @@ LEAST_SAVED_INSIDE = 0.4
 from the compiled program is then shorter with `Direct`, whose exchanges run beside more of the products.
 """
 
-TPUS_OF_ONCE = ("TPU v5 lite", "TPU v5e")
+TPUS_OF_ONCE = ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
 """Kinds of TPUs on which `Once` is faster than `Direct`: copies of rows take less time there than the links save."""
 
-TPUS_OF_CHUNKS = ("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e")
-"""Kinds of TPUs on which two chunks shorten a step and take no more memory, estimated from the compiled program."""
+TPUS_OF_CHUNKS = (*TPUS_OF_ONCE, "TPU v5", "TPU v5p")
+"""Kinds of TPUs on which two chunks shorten a step, estimated from the compiled program."""
 
 LEAST_CHUNK = 4096
 """Rows of a chunk, on average, from which two chunks are chosen: smaller exchanges take mostly latency."""
@@ -77,9 +78,9 @@ def dispatch_by_rule(
     1. Another dispatch than `AutoDispatch`: the given dispatch.
     2. Chunks: `Direct`.
     3. Several nodes of several ranks, and domains inside nodes: `Forward`. On TPUs nodes are slices.
-    4. A TPU v5e, v5p or v6e: the given dispatch if `tokens` are unknown.
-    5. A TPU v5e: the next rules, and `Direct` if no kernel copies rows of these tokens. Another TPU: `Direct`, on v5p
-       and v6e in two chunks of 4,096 rows or more.
+    4. A TPU v5e, v5p or v6e: the given dispatch if `tokens` are unknown. The choice of the next rules has two chunks
+       if a chunk has 4,096 copies or more.
+    5. A TPU v5e or v6e: the next rules, and `Direct` if no kernel copies rows of these tokens. Another TPU: `Direct`.
     6. Under uniform routing a token visits so few ranks that `Once` sends 25 % less rows or more, inside one node of
        GPUs 40 %: `Once`.
     7. `Direct`.
@@ -91,8 +92,8 @@ def dispatch_by_rule(
         num_experts: `E`.
         per_token: `K`; `None` if unknown, which rules out `Once`.
         given: dispatch of the system; `AutoDispatch()` by default.
-        tokens: `[T, H]`, shape and dtype of the tokens of a rank. They decide on TPUs only. The kernels of v5e copy
-            rows in bfloat16 of a width that is a multiple of 2,048. `None` (default) if unknown.
+        tokens: `[T, H]`, shape and dtype of the tokens of a rank. They decide on TPUs only. The kernels copy rows in
+            bfloat16 of a width that is a multiple of 2,048. `None` (default) if unknown.
 
     Examples:
         >>> from jax_moe_lb.core import Level
@@ -116,10 +117,12 @@ def dispatch_by_rule(
     if nodes > 1 and members > 1 and topology.ranks_per_domain <= members and is_apart:
         name = "slices" if is_tpu else "nodes"
         return DispatchChoice(Forward(*options), f"Forward: {nodes} {name} of {members} ranks, and domains inside them")
-    if is_tpu and tokens is None and topology.device_kind in TPUS_OF_ONCE + TPUS_OF_CHUNKS:
+    if is_tpu and tokens is None and topology.device_kind in TPUS_OF_CHUNKS:
         return DispatchChoice(given, "AutoDispatch: the tokens of a rank decide on this TPU")
+    options = _in_chunks(given.buffers, topology, tokens, per_token), given.transfer, given.saved
+    direct = Direct(*options)
     if is_tpu and topology.device_kind not in TPUS_OF_ONCE:
-        return _on_fast_links(direct, topology, tokens, per_token)
+        return DispatchChoice(direct, "Direct: a TPU other than v5e and v6e")
     if per_token is None or ranks == 1:
         return DispatchChoice(direct, "Direct: one rank, or an unknown number of experts per token")
     # A function may return more choices than there are experts, some without an expert.
@@ -133,16 +136,13 @@ def dispatch_by_rule(
     return DispatchChoice(direct, f"Direct: Once would send {of_all}")
 
 
-def _on_fast_links(
-    direct: Direct, topology: Topology, tokens: jax.ShapeDtypeStruct | None, per_token: int | None
-) -> DispatchChoice:
-    """Return `Direct` for TPUs with fast links, in two chunks of enough rows."""
+def _in_chunks(
+    buffers: Buffers, topology: Topology, tokens: jax.ShapeDtypeStruct | None, per_token: int | None
+) -> Buffers:
+    """Return buffers of two chunks, for TPUs on which these shorten a step, if each has enough copies."""
     num_copies = 0 if tokens is None else tokens.shape[0] * (per_token or 0)
-    if topology.device_kind not in TPUS_OF_CHUNKS or topology.num_ranks == 1 or num_copies < 2 * LEAST_CHUNK:
-        return DispatchChoice(direct, "Direct: a TPU other than v5e")
-    return DispatchChoice(
-        replace(direct, buffers=replace(direct.buffers, chunks=2)), "Direct in two chunks: v5p or v6e"
-    )
+    gains = topology.platform == "tpu" and topology.device_kind in TPUS_OF_CHUNKS and topology.num_ranks > 1
+    return replace(buffers, chunks=2) if gains and num_copies >= 2 * LEAST_CHUNK else buffers
 
 
 def _without_kernel(tokens: jax.ShapeDtypeStruct | None, per_token: int, num_ranks: int, given: Dispatch) -> str | None:
@@ -151,6 +151,6 @@ def _without_kernel(tokens: jax.ShapeDtypeStruct | None, per_token: int, num_ran
     from jax_moe_lb.kernels.tpu_rows import why_not
 
     assert tokens is not None
-    num_rows = rows_with_padding(given.buffers, tokens.shape[0] * per_token, per_token, num_ranks)
+    num_rows = rows_with_padding(given.buffers.rows(tokens.shape[0] * per_token), per_token, num_ranks)
     # The row and the weight of each copy.
     return why_not(tokens.dtype, tokens.shape[1], 2 * num_rows)

@@ -269,7 +269,6 @@ def find_route(
 
 
 def _members(table: Array, node: Int[Array, ""], members: int, axis: int) -> Array:
-    """Return the entries of one node along an axis over ranks."""
     return jax.lax.dynamic_slice_in_dim(table, node * members, members, axis)
 
 

@@ -92,6 +92,18 @@ def test_products_of_parts(sizes, device, transposed, monkeypatch):
 
 
 @pytest.mark.slow
+@parametrize("sizes, width", [("uneven", 2048)], [("ends beside tiles", 4096), ("one hot", 2048), ("uneven", 384)])
+def test_products_that_travel_have_equal_rows(sizes, width):
+    """In words of whole rows, by tiles that groups share; of other widths as all products."""
+    rows, matrices = make_operands(SIZES[sizes], (128, width), NUM_ROWS)
+    term = tpu_products.Term(rows, (tpu_products.Factor((matrices[:3], matrices[3:])),))
+    run = partial(tpu_products.products, [term], width, jnp.array(SIZES[sizes], jnp.int32), transposed=False)
+    used = sum(SIZES[sizes])
+    got, want = (jax.jit(partial(run, travels=travels))().arrays[0][:used] for travels in (True, False))
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
+@pytest.mark.slow
 def test_products_of_a_tpu_take_parts():
     sizes = SIZES["uneven"]
     rows, matrices = make_operands(sizes, (384, 200), NUM_ROWS)

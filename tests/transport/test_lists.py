@@ -41,7 +41,7 @@ def exchanged(rank, values, steps):
             back = step.choices_back(jnp.where(codes > 0, codes, -7).astype(values.dtype), "test")
             return received, codes, sums, back, step.table
 
-        outs = [of_step(lists.step(i if i == 0 else jnp.int32(i), ROOM, group)) for i in range(4)]
+        outs = [of_step(lists.round(i if i == 0 else jnp.int32(i), ROOM, group)) for i in range(4)]
         return jax.tree.map(lambda *leaves: jnp.stack(leaves)[None], *outs)
 
     spec = PartitionSpec("expert")
@@ -83,6 +83,6 @@ def test_shares_of_large_lists_do_not_overflow():
     """Half of the steps have half of the copies, also where copies times steps exceed 2^31."""
     copies = jnp.int32(2**30 + 5)
     zero = jnp.zeros((1,), jnp.int32)
-    lists = Lists(zero, zero, zero, zero[:, None], zero[:, None], copies[None], jnp.int32(1000), zero[:, None])
+    lists = Lists(zero, zero, zero, zero[:, None], zero[:, None], copies[None], jnp.int32(1000), zero[:, None, None])
     assert int(lists.share(jnp.int32(500))[0]) == (2**30 + 5) // 2
     assert int(lists.share(jnp.int32(2000))[0]) == 2**30 + 5

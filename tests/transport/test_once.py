@@ -203,7 +203,7 @@ def test_rows_between_nodes_are_distinct_pairs_of_token_and_node():
     visits = np.array([[(of_rank == n).any(1).sum() for n in range(2)] for of_rank in node])
     # Rank (n, o) has the table of the ranks of offset o.
     for rank in range(ranks):
-        np.testing.assert_array_equal(receipt.between.table[rank], visits[rank % 4 :: 4])
+        np.testing.assert_array_equal(receipt.between.tables[rank, 0], visits[rank % 4 :: 4])
     rank_of_row, entry = np.asarray(receipt.lists.rank), np.asarray(receipt.lists.entry)
     for rank in range(ranks):
         used = rank_of_row[rank] < 4

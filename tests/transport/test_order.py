@@ -223,6 +223,10 @@ def results(dispatch, transfer, saved=Saved(), max_rounds=None, chunks=1):
         ("direct", EVERYTHING, {}),
         ("direct", HIDDEN, {}),
         ("direct", Saved(), {"max_rounds": 4, "chunks": 3}),
+        ("once", EVERYTHING, {"chunks": 2}),
+        ("once", ROWS, {"chunks": 2}),
+        ("once", HIDDEN, {"max_rounds": 4, "chunks": 2}),
+        ("once", Saved(), {"chunks": 2}),
     ],
     ids=str,
 )

@@ -67,31 +67,34 @@ TPU = replace(Topology.flat(8), platform="tpu", device_kind="TPU v5 lite")
 
 
 @pytest.mark.parametrize(
-    ("topology", "shape", "dtype", "reason"),
+    ("topology", "shape", "dtype", "reason", "chunks"),
     [
-        (TPU, (4096, 2048), "bfloat16", "Once: 5.3 of 8 rows"),
-        (TPU, (4096, 2048), "float32", "Direct: no kernel copies rows, rows are float32; expected bfloat16"),
-        (TPU, (4096, 2304), "bfloat16", "Direct: no kernel copies rows, width is 2304"),
-        (TPU, (32768, 2048), "bfloat16", "Direct: no kernel copies rows, lists have"),
+        (TPU, (4096, 2048), "bfloat16", "Once: 5.3 of 8 rows", 2),
+        (TPU, (1024, 2048), "bfloat16", "Once: 5.3 of 8 rows", 2),
+        (TPU, (1023, 2048), "bfloat16", "Once: 5.3 of 8 rows", 1),
+        (TPU, (4096, 2048), "float32", "Direct: no kernel copies rows, rows are float32; expected bfloat16", 2),
+        (TPU, (4096, 2304), "bfloat16", "Direct: no kernel copies rows, width is 2304", 2),
+        (TPU, (32768, 2048), "bfloat16", "Direct: no kernel copies rows, lists have", 2),
         (
             replace(NODES, platform="tpu", device_kind="TPU v5e"),
             (4096, 2048),
             "bfloat16",
             "Direct: Once would send 7.3",
+            2,
         ),
-        (replace(TPU, device_kind="TPU v5"), (4096, 2048), "bfloat16", "Direct in two chunks: v5p or v6e"),
-        (replace(TPU, device_kind="TPU v6 lite"), (1024, 2048), "float32", "Direct in two chunks: v5p or v6e"),
-        (replace(TPU, device_kind="TPU v6 lite"), (1023, 2048), "bfloat16", "Direct: a TPU other than v5e"),
-        (replace(TPU, device_kind="TPU7x"), (4096, 2048), "bfloat16", "Direct: a TPU other than v5e"),
-        (Topology.flat(4), (4096, 2048), "float32", "Once: 3.6 of 8 rows"),
+        (replace(TPU, device_kind="TPU v5"), (4096, 2048), "bfloat16", "Direct: a TPU other than v5e and v6e", 2),
+        (replace(TPU, device_kind="TPU v6 lite"), (4096, 2048), "bfloat16", "Once: 5.3 of 8 rows", 2),
+        (replace(TPU, device_kind="TPU v6 lite"), (1024, 2048), "float32", "Direct: no kernel copies rows", 2),
+        (replace(TPU, device_kind="TPU7x"), (4096, 2048), "bfloat16", "Direct: a TPU other than v5e and v6e", 1),
+        (Topology.flat(4), (4096, 2048), "float32", "Once: 3.6 of 8 rows", 1),
     ],
 )
-def test_tokens_decide_on_tpus_alone(topology, shape, dtype, reason, monkeypatch):
+def test_tokens_decide_on_tpus_alone(topology, shape, dtype, reason, chunks, monkeypatch):
     monkeypatch.setattr(tpu_rows, "OLDEST_JAX", (0,))
     found = dispatch_by_rule(topology, 256, 8, AutoDispatch(), jax.ShapeDtypeStruct(shape, dtype))
     assert found.reason.startswith(reason)
     assert found.reason.startswith(type(found.dispatch).__name__)
-    assert found.dispatch.buffers == Buffers(chunks=2 if "two chunks" in reason else 1)
+    assert found.dispatch.buffers == Buffers(chunks=chunks)
 
 
 @pytest.mark.parametrize("given", [Once(), TwoPhase(), rails().dispatch, Direct(), Direct(Buffers(chunks=2))])
