@@ -158,7 +158,8 @@ def _received(
     """Return the rows of a backward round, their weights, and the output gradients."""
     per_token, words, upstream = batch.weights.shape[1], saved.rows, batch.upstream
     if saved.rows is None and saved.products is None:
-        copies = to_sending_order(batch.tokens, one.receipt, per_token)
+        row_weights, tokens = in_order_on_tpu(row_weights, batch.tokens)
+        copies = to_sending_order(tokens, one.receipt, per_token)
         row_weights, copies = in_order_on_cuda(row_weights, copies)
         words, _ = one.send(copies, 0)
     # The gradients are gathered after the copies are sent, into the same memory.

@@ -279,6 +279,27 @@ def test_hops_of_lists_take_the_slowest_group_and_a_part_per_chunk():
         assert np.stack(time._in_groups(tail, tail.exchange, 0)).sum() == 32 * inside.rows.sum()
 
 
+def test_chunks_of_one_hop_have_a_part_of_the_rows_in_the_forward_pass_alone():
+    topology, counts = Topology.flat(8), counts_of("zipf:1.2", LISTS, 8)
+    load = LayerLoad.of(replace(exact(1), dispatch=Once(Buffers(chunks=2))), LISTS, topology, counts)
+    (hop,), time = load.lists.hops, OperationTime(TARGET, load)
+
+    def sent(stage, rows, width):
+        one = exchange(stage, ("expert",), 8, (rows, width))
+        return np.stack(time._in_groups(one, one.exchange, 0)).sum((0, 3))
+
+    assert hop.chunk_sent < hop.sent
+    assert hop.chunk_received < hop.received
+    # A row of slots and weights has 32 bytes; both have chunks, too.
+    for stage, width, of_round, of_chunk, rows in (
+        ("dispatch", 512, hop.sent, hop.chunk_sent, hop.rows[0]),
+        ("dispatch", 32, hop.sent, hop.chunk_sent, hop.rows[0]),
+        ("combine", 512, hop.received, hop.chunk_received, hop.rows[0].T),
+    ):
+        np.testing.assert_array_equal(sent(stage, of_round, width), width * rows)
+        np.testing.assert_array_equal(sent(stage, of_chunk, width), width * -(-rows // 2))
+
+
 def test_rounds_of_lists_have_even_parts():
     topology, counts = Topology.flat(8), counts_of("zipf:1.2", LISTS, 8)
     load = LayerLoad.of(replace(exact(1), dispatch=Once(Buffers(headroom=0.4))), LISTS, topology, counts)
