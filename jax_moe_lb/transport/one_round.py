@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from jax_moe_lb.collectives.ragged_all_to_all import as_rows, as_words
+from jax_moe_lb.collectives.ragged_all_to_all import as_rows, as_words, empty_buffer_now
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.schedule import in_order, in_order_on_cuda, in_order_on_tpu
 from jax_moe_lb.core.topology import Topology
@@ -46,6 +46,9 @@ ArrivedRows = Float[Array, "_ W"]
 
 OfCopies = tuple[Copies, CopyWeights]
 """Gradients of copies and of the weights, in sending order."""
+
+FirstOfCopies = tuple[None, CopyWeights]
+"""The same before the first round, which allocates the array of copies."""
 
 RowWeights = Float[Array, "A 1"]
 """Factor of the output per row."""
@@ -104,9 +107,12 @@ class Round(NamedTuple):
 
 
 def serve_round(
-    one: Round, copies: TravellingRows, ffn: Callable[[Rows, GroupSizes], tuple[Rows, Products]], out: TravellingRows
+    one: Round,
+    copies: TravellingRows,
+    ffn: Callable[[Rows, GroupSizes], tuple[Rows, Products]],
+    out: TravellingRows | None,
 ) -> tuple[TravellingRows, ArrivedRows, Products]:
-    """Write the outputs of the copies of a round into `out`."""
+    """Write the outputs of the copies of a round into `out`, or into a new array."""
     with jax.named_scope("dispatch"):
         arrived = [one.send(copies, chunk) for chunk in one.chunks]
     products = []
@@ -117,7 +123,9 @@ def serve_round(
         with jax.named_scope("combine"):
             if chunk + 1 < len(arrived):
                 arrived[chunk + 1], outputs = in_order_on_cuda(arrived[chunk + 1], outputs)
-            out = one.send_back(packed(one.exchange.transfer, outputs), chunk, out)
+            words = packed(one.exchange.transfer, outputs)
+            out = one.send_back(words, chunk, empty_buffer_now(words, copies.shape[0]) if out is None else out)
+    assert out is not None
     # Without `Saved`, these arrays are not used, and XLA removes them.
     order = one.exchange.order_in_one_chunk(one.receipt, one.i) if len(one.chunks) > 1 else None
     in_one = partial(_in_one, order=order)
@@ -134,7 +142,7 @@ def gradient_round(
     one: Round,
     batch: Batch,
     pull_back: PullBack,
-    carry: tuple[OfCopies, SumsT],
+    carry: tuple[OfCopies | FirstOfCopies, SumsT],
     saved: Kept,
     before: PyTree,
 ) -> tuple[OfCopies, SumsT]:
@@ -147,8 +155,11 @@ def gradient_round(
     of_rows, of_row_weights, sums = pull_back(rows, group_sizes, sums)
     with jax.named_scope("combine"):
         # The barrier sets the layout of the rows, which is that of exchanges.
-        of_weights, of_rows = in_order(one.send_back(of_row_weights, 0, of_weights), as_words(of_rows))
-        of_copies = one.send_back(as_rows(of_rows), 0, of_copies)
+        of_weights, travelling = in_order(one.send_back(of_row_weights, 0, of_weights), as_words(of_rows))
+        of_rows = as_rows(travelling)
+        if of_copies is None:
+            of_copies = empty_buffer_now(of_rows, batch.weights.size)
+        of_copies = one.send_back(of_rows, 0, of_copies)
     return (of_copies, of_weights), sums
 
 

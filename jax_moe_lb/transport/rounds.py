@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, PyTree
 
-from jax_moe_lb.collectives.ragged_all_to_all import as_rows, as_words, empty_buffer, empty_buffer_after
+from jax_moe_lb.collectives.ragged_all_to_all import as_rows, as_words, empty_buffer
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.manual_axes import first_order
 from jax_moe_lb.core.plan import Plan
@@ -34,6 +34,7 @@ from jax_moe_lb.transport.exchange import (
 from jax_moe_lb.transport.one_round import (
     ArrivedRows,
     Batch,
+    FirstOfCopies,
     Kept,
     OfCopies,
     PullBack,
@@ -79,8 +80,7 @@ def _served(inputs: Inputs, replicate: Replicate, exchange: Exchange, topology: 
     def serve(inputs: Inputs) -> tuple[Tokens, Kept]:
         tokens, weights, experts, plan, receipt = inputs
         slots = Slots.of(experts, plan, replicate, topology)
-        nothing = empty_buffer_after(packed(exchange.transfer, tokens), weights.size)
-        out, kept = serve_rounds(tokens, weights.shape[1], receipt, slots.ffn, nothing, exchange, topology)
+        out, kept = serve_rounds(tokens, weights.shape[1], receipt, slots.ffn, exchange, topology)
         kept = kept._replace(replicas=slots.replicas if exchange.saved.replicas else None)
         with jax.named_scope("combine"):
             return combine(unpacked(exchange.transfer, out, tokens), weights, receipt), kept
@@ -93,17 +93,18 @@ def serve_rounds(
     per_token: int,
     receipt: Receipt,
     ffn: Callable[[Rows, GroupSizes, bool], tuple[Rows, Products]],
-    out: TravellingRows,
     exchange: Exchange,
     topology: Topology,
 ) -> tuple[TravellingRows, Kept]:
-    """Write the outputs of all copies of a receipt into `out`, round by round."""
+    """Return the outputs of all copies of a receipt, computed round by round."""
     # Encode tokens before the gather of their copies, once per token.
     travelling = packed(exchange.transfer, tokens)
 
     saved = exchange.saved
 
-    def one_round(i: Array, out: TravellingRows, keeps_products: bool) -> tuple[TravellingRows, ArrivedRows, Products]:
+    def one_round(
+        i: Array, out: TravellingRows | None, keeps_products: bool
+    ) -> tuple[TravellingRows, ArrivedRows, Products]:
         # The barrier makes every round gather its copies. Otherwise XLA hoists the gather, and the copies stay in
         # memory.
         now = optimization_barrier(i, travelling)
@@ -115,7 +116,7 @@ def serve_rounds(
     def further(i: Array, carry: tuple[TravellingRows, None]) -> tuple[TravellingRows, None]:
         return one_round(i, carry[0], False)[0], None
 
-    out, rows, products = one_round(jnp.int32(0), out, saved.hidden)
+    out, rows, products = one_round(jnp.int32(0), None, saved.hidden)
     kept = Kept(rows=rows if saved.rows else None, products=products if saved.hidden else None)
     return overflow_rounds(receipt, exchange, further, (out, None))[0], kept
 
@@ -124,30 +125,25 @@ def gradient_rounds(
     batch: Batch,
     receipt: Receipt,
     pull_back: PullBack,
-    of_copies: OfCopies,
     exchange: Exchange,
     topology: Topology,
     saved: Kept = Kept(),
     before: PyTree = (),
 ) -> tuple[OfCopies, Any]:
-    """Write the gradients of all copies of a receipt into `of_copies`, in the rounds of the forward pass."""
+    """Return the gradients of all copies of a receipt, in the rounds of the forward pass."""
     # Each round sends the copies again, unless they are saved, and the gradients of their outputs.
     tokens, weights, upstream = batch
     # The backward pass rounds the tokens as the forward pass did.
     travelling = packed(exchange.transfer, tokens)
 
-    def one_round(i: Array, carry: tuple[OfCopies, Any], saved: Kept = Kept()) -> tuple[OfCopies, Any]:
+    def one_round(i: Array, carry: tuple[OfCopies | FirstOfCopies, Any], saved: Kept = Kept()) -> tuple[OfCopies, Any]:
         now, upstream_now = optimization_barrier(i, (travelling, upstream))
         one = Round(i, receipt, exchange, topology, tokens)
         return gradient_round(one, Batch(now, weights, upstream_now), pull_back, carry, saved, before)
 
-    first = one_round(jnp.int32(0), (of_copies, None), saved)
+    of_weights = empty_buffer(weights.reshape(-1, 1), weights.size)
+    first = one_round(jnp.int32(0), ((None, of_weights), None), saved)
     return overflow_rounds(receipt, exchange, one_round, first, widened)
-
-
-def no_gradients(tokens: Tokens, weights: RoutingWeights) -> OfCopies:
-    """Allocate uninitialized gradients of all copies and of the weights."""
-    return empty_buffer_after(tokens, weights.size), empty_buffer(weights.reshape(-1, 1), weights.size)
 
 
 def overflow_rounds(
@@ -249,9 +245,7 @@ def _gradients(
     before = () if replicate.uses_copy_engines else slots.replicas
     # With chunks, the gradients of weights would have a sum over chunks, which takes longer than it hides.
     exchange = replace(exchange, buffers=exchange.buffers.in_one_chunk(weights.size))
-    (of_copies, of_weights), of_slots = gradient_rounds(
-        batch, receipt, pull_back, no_gradients(tokens, weights), exchange, topology, kept, before
-    )
+    (of_copies, of_weights), of_slots = gradient_rounds(batch, receipt, pull_back, exchange, topology, kept, before)
     # Gradients of replicas otherwise travel first, beside the products that hide those of rows. The barrier sets the
     # layout of its arrays, so copies pass in that of exchanges.
     words, of_slots = in_order_on_tpu(as_words(of_copies), of_slots)

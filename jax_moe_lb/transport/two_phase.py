@@ -34,7 +34,7 @@ from jax_moe_lb.collectives.peer_copy_rows import (
     start_onward,
 )
 from jax_moe_lb.collectives.plan_and_copy import plan_and_copy, post
-from jax_moe_lb.collectives.ragged_all_to_all import Group, concatenated, empty_buffer, starts
+from jax_moe_lb.collectives.ragged_all_to_all import Group, concatenated, empty_buffer, empty_buffer_after, starts
 from jax_moe_lb.core.checks import Positive, checked_fields
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.manual_axes import first_order
@@ -60,7 +60,7 @@ from jax_moe_lb.transport.exchange import (
 )
 from jax_moe_lb.transport.one_round import Batch, OfCopies
 from jax_moe_lb.transport.replicate import Replicate
-from jax_moe_lb.transport.rounds import no_gradients, overflow_rounds
+from jax_moe_lb.transport.rounds import overflow_rounds
 from jax_moe_lb.transport.slot_weights import (
     Slots,
     added,
@@ -648,7 +648,8 @@ def _gradients(
     upstream, pending = _start(experts, plan, config, upstream)
     has_replica = plan.placement[jax.lax.axis_index(config.topology.expert_axes), plan.num_home :] >= 0
     backward = _Backward(config, Batch(tokens, weights, upstream), experts, phases, has_replica)
-    first, nothing = jnp.int32(0), no_gradients(tokens, weights)
+    first = jnp.int32(0)
+    nothing = empty_buffer_after(tokens, weights.size), empty_buffer(weights.reshape(-1, 1), weights.size)
     parts = backward.come_home(first)
     # The wave at home reads the blocks, which orders it after the start of the row copies.
     staying, onward = _start_onward(parts, phases, first, room, config, _home_rows(phases, first, parts[0], config))
