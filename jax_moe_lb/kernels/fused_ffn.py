@@ -167,7 +167,7 @@ class _Kernels(NamedTuple):
     products: Callable[..., Results]
     outer: Callable[..., Any]
     travelling: Callable[..., Results]  # products that an exchange, or a kernel for copies of rows, reads next
-    writes_words: Callable[[int], bool]  # whether words of a row of these products are contiguous, by the width
+    writes_words: Callable[[int], bool]  # whether these products can have contiguous words of a row, by the width
 
 
 def _kernels() -> _Kernels:

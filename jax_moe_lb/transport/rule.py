@@ -30,7 +30,7 @@ TPUS_OF_CHUNKS = (*TPUS_OF_ONCE, "TPU v5", "TPU v5p")
 """Kinds of TPUs on which two chunks shorten a step, estimated from the compiled program."""
 
 LEAST_CHUNK = 4096
-"""Rows of a chunk, on average, from which two chunks are chosen: smaller exchanges take mostly latency."""
+"""Copies of a chunk, on average, from which two chunks are chosen: smaller exchanges take mostly latency."""
 
 
 @dataclass(frozen=True)

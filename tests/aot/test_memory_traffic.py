@@ -86,6 +86,7 @@ ENTRY %main (x: f32[1024,256], r: f32[1,256], k: s32[]) -> f32[1024,256] {
   %fast = f32[1024,256]{1,0:S(1)} copy-done(%to_fast)
   %ours = (f32[1024,256]{1,0}, s32[]) custom-call(%x, %k), custom_call_target="moe_lb_copy_join"
   %theirs = f32[1024,256]{1,0} custom-call(%x), custom_call_target="mosaic_gpu_v2"
+  %moe_allocate.1 = f32[1024,256]{1,0} custom-call(%r), custom_call_target="tpu_custom_call"
   ROOT %view = f32[1024,256]{1,0} bitcast(%in_place)
 }
 """
@@ -103,6 +104,6 @@ def test_operations_move_what_they_read_and_write():
         "transposed": KB * KB + KB * KB // 2,
         # A copy into fast memory only reads.
         "fast": KB * KB,
-        # Our custom calls take most operands for ordering only, and views move nothing.
+        # Our custom calls take most operands for ordering only, and views and allocations move nothing.
         "theirs": 2 * KB * KB,
     }

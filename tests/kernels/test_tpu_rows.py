@@ -28,7 +28,16 @@ def owned_rows(seed: int, num_rows: int, width: int, num_entries: int) -> tuple[
 @pytest.mark.parametrize(
     ("num_rows", "width", "num_entries"),
     # Batches on borders of blocks, blocks without rows, entries of several batches, and more rows than are in flight.
-    [(200, 2048, 150), (128, 256, 128), (131, 512, 3), (1, 256, 270), (40, 256, 700), (300, 256, 290)],
+    [
+        (200, 2048, 150),
+        (96, 256, 64),
+        (131, 512, 3),
+        (1, 256, 70),
+        (128, 256, 128),
+        (1, 256, 270),
+        (40, 256, 700),
+        (300, 256, 290),
+    ],
 )
 @pytest.mark.parametrize("is_weighted", [True, False])
 def test_sums_equal_numpy_rounded_once(num_rows, width, num_entries, is_weighted):

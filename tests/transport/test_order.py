@@ -212,7 +212,7 @@ def results(dispatch, transfer, saved=Saved(), max_rounds=None, chunks=1):
 @pytest.mark.slow
 @parametrize(
     "dispatch, saved, options",
-    [("once", ROWS, {})],
+    [("once", ROWS, {}), ("once", EVERYTHING, {"chunks": 2})],
     [
         ("forward", EVERYTHING, {}),
         ("once", EVERYTHING, {}),
@@ -223,7 +223,6 @@ def results(dispatch, transfer, saved=Saved(), max_rounds=None, chunks=1):
         ("direct", EVERYTHING, {}),
         ("direct", HIDDEN, {}),
         ("direct", Saved(), {"max_rounds": 4, "chunks": 3}),
-        ("once", EVERYTHING, {"chunks": 2}),
         ("once", ROWS, {"chunks": 2}),
         ("once", HIDDEN, {"max_rounds": 4, "chunks": 2}),
         ("once", Saved(), {"chunks": 2}),
