@@ -20,6 +20,7 @@ from jax_moe_lb.collectives.ragged_all_to_all import (
     Slices,
     as_words,
     empty_buffer_after,
+    empty_buffer_now,
     ragged_all_to_all,
     starts,
 )
@@ -201,7 +202,7 @@ def fetch_by_rank(home: Kinds, wanted: Wanted, room: int, group: Group) -> Array
     rows = jnp.concatenate([kind[expert].reshape(room, -1) for kind in home], 1)
     landed = ragged_all_to_all(
         rows,
-        empty_buffer_after(rows, num_replicas),
+        empty_buffer_now(rows, num_replicas),
         Slices(
             first=starts(moved[:, me]),
             sent=moved[:, me],
@@ -252,7 +253,7 @@ def add_at_home(
         def send(rows: Float[Array, "P W"]) -> Array:
             landed = ragged_all_to_all(
                 rows,
-                empty_buffer_after(rows, room),
+                empty_buffer_now(rows, room),
                 home.slices,
                 group,
                 # The first rows are those of this rank's order, but no rank reads the first rows of others.

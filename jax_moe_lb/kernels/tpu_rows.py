@@ -32,17 +32,18 @@ BATCH = 1 << BATCH_BITS
 IN_FLIGHT = 16
 """Batches of copies in flight, a power of two: their bytes cover the latency of device memory."""
 
-UNROLLED = 4
-"""Copies started by one iteration of a gather, so that the instructions of several copies fill a bundle."""
-
 GATHERED = 128
-"""Rows of one step of a gather."""
+"""Rows of one block of a gather."""
+
+BLOCKS = 4
+"""Blocks of a gather in memory, a power of two: one is written while the others arrive."""
 
 PACKED = 16
 """Rows of a tile of bfloat16 numbers."""
 
-MOST_LIST_BYTES = 768 * 2**10
-"""Bytes of lists in scalar memory, of which a core has 1 MB."""
+MOST_LIST_BYTES = 576 * 2**10
+"""Bytes of lists in scalar memory, of which a core has 1 MB. With 640 KB the compiler for v5e spills scalars to device
+memory, and waits for them for each batch of rows."""
 
 HIGH = 0xFFFF0000
 """Bits of the number in the upper half of a word."""
@@ -78,18 +79,18 @@ def gather_rows(rows: Rows, at: Int[Array, "B"], *, interpret: bool = False) -> 
     """Return `rows[at]` in the layout of products."""
     (num_rows, width), num_taken = rows.shape, at.shape[0]
     half, num_blocks = width // 2, pl.cdiv(num_taken, GATHERED)
-    # The last block is whole; copies beyond the end read the first row.
-    items = jnp.pad(at, (0, num_blocks * GATHERED - num_taken))
+    # All blocks are whole; copies beyond the end read the first row.
+    items = jnp.pad(at, (0, (num_blocks + BLOCKS - 1) * GATHERED - num_taken))
     run: Any = pl.pallas_call(
-        partial(_gather_block, num_blocks=num_blocks),
+        _gather_block,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(num_blocks,),
             in_specs=[pl.BlockSpec(memory_space=pltpu.HBM)],
             out_specs=pl.BlockSpec((GATHERED, width), lambda block, *_: (block, 0)),
             scratch_shapes=[
-                pltpu.VMEM((2, GATHERED, half // LANES, LANES), jnp.uint32),
-                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.VMEM((BLOCKS, GATHERED, half // LANES, LANES), jnp.uint32),
+                pltpu.SemaphoreType.DMA((BLOCKS,)),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(
@@ -102,42 +103,50 @@ def gather_rows(rows: Rows, at: Int[Array, "B"], *, interpret: bool = False) -> 
     return run(items, rows.reshape(num_rows, 2, half))
 
 
-def _gather_block(items: Ref, rows: Ref, out: Ref, buffers: Ref, semaphores: Ref, *, num_blocks: int) -> None:
-    """Write the rows of one block in the layout of products, while those of the next one arrive."""
-    block, tile = pl.program_id(0), buffers.shape[2:]
+def _gather_block(items: Ref, rows: Ref, out: Ref, ring: Ref, semaphores: Ref) -> None:
+    """Write the rows of one block in the layout of products, while those of later blocks arrive."""
+    block, tile = pl.program_id(0), ring.shape[2:]
     words = rows.bitcast(jnp.uint32).reshape(rows.shape[0], *tile)
-    mine = block & 1
+    lines, half = ring.reshape(BLOCKS * GATHERED * tile[0], LANES), tile[0] * LANES
 
-    def start(block: Array) -> None:
-        at = block & 1
+    def copies(block: Array | int, i: Array) -> list[Any]:
+        place, first = block & (BLOCKS - 1), block * GATHERED + i * PACKED
+        # All items first: the compiler keeps the order of loads and copies.
+        taken = [words.at[row] for row in [items[first + j] for j in range(PACKED)]]
+        return [
+            pltpu.make_async_copy(row, ring.at[place, i * PACKED + j], semaphores.at[place])
+            for j, row in enumerate(taken)
+        ]
 
-        def one(i: Array) -> None:
-            row = words.at[items[block * GATHERED + i]]
-            pltpu.make_async_copy(row, buffers.at[at, i], semaphores.at[at]).start()
+    def start(block: Array | int, i: Array) -> None:
+        for copy in copies(block, i):
+            copy.start()
 
-        def some(i: Array) -> None:
-            for j in range(UNROLLED):
-                one(i * UNROLLED + j)
+    def wait(block: Array) -> None:
+        place = block & (BLOCKS - 1)
+        # One wait for the bytes of all rows; its source is not read.
+        pltpu.make_async_copy(ring.at[place], ring.at[place], semaphores.at[place]).wait()
 
-        _for_each(0, GATHERED // UNROLLED, some)
-
-    pl.when(block == 0)(lambda: start(block))
-    pl.when(block + 1 < num_blocks)(lambda: start(block + 1))
-    # One wait for the bytes of all rows; its source is not read.
-    pltpu.make_async_copy(buffers.at[mine], buffers.at[mine], semaphores.at[mine]).wait()
-    lines = buffers.reshape(2 * GATHERED * tile[0], LANES)
-    half = tile[0] * LANES
-
-    def write(i: Array) -> None:
-        into = pl.ds(i * PACKED, PACKED)
-        for column in range(tile[0]):
-            # The same words of consecutive rows.
-            first = (mine * GATHERED + i * PACKED) * tile[0] + column
-            low, high = halves(lines[pl.ds(first, PACKED, stride=tile[0])])
+    def step(i: Array) -> None:
+        first, into = ((block & (BLOCKS - 1)) * GATHERED + i * PACKED) * tile[0], pl.ds(i * PACKED, PACKED)
+        # The same words of consecutive rows.
+        arrived = [lines[pl.ds(first + column, PACKED, stride=tile[0])] for column in range(tile[0])]
+        # Into the place of the block before, whose rows were read.
+        further = copies(block + BLOCKS - 1, i)
+        for column, (low, high) in enumerate(map(halves, arrived)):
+            # The instructions of copies and stores, whose order the compiler keeps, share bundles.
+            for copy in further[column * PACKED // tile[0] : (column + 1) * PACKED // tile[0]]:
+                copy.start()
             out[into, pl.ds(column * LANES, LANES)] = low.astype(out.dtype)
             out[into, pl.ds(half + column * LANES, LANES)] = high.astype(out.dtype)
 
-    _for_each(0, GATHERED // PACKED, write)
+    steps = GATHERED // PACKED
+    for before in range(BLOCKS - 1):
+        pl.when(block == 0)(partial(_for_each, 0, steps, partial(start, before)))
+    wait(block)
+    _for_each(0, steps, step)
+    is_last = block == pl.num_programs(0) - 1
+    pl.when(is_last)(lambda: _for_each(block + 1, block + BLOCKS, wait))
 
 
 def sum_rows_of_entries(

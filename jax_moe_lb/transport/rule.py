@@ -119,7 +119,8 @@ def dispatch_by_rule(
         return DispatchChoice(Forward(*options), f"Forward: {nodes} {name} of {members} ranks, and domains inside them")
     if is_tpu and tokens is None and topology.device_kind in TPUS_OF_CHUNKS:
         return DispatchChoice(given, "AutoDispatch: the tokens of a rank decide on this TPU")
-    options = _in_chunks(given.buffers, topology, tokens, per_token), given.transfer, given.saved
+    buffers = _in_chunks(given.buffers, topology, tokens, per_token)
+    options = buffers, given.transfer, given.saved
     direct = Direct(*options)
     if is_tpu and topology.device_kind not in TPUS_OF_ONCE:
         return DispatchChoice(direct, "Direct: a TPU other than v5e and v6e")
@@ -128,7 +129,7 @@ def dispatch_by_rule(
     # A function may return more choices than there are experts, some without an expert.
     rows = ranks * share_in_member(num_experts, min(per_token, num_experts), ranks)
     of_all = f"{rows:.1f} of {per_token} rows per token"
-    if is_tpu and (reason := _without_kernel(tokens, per_token, ranks, given)):
+    if is_tpu and (reason := _without_kernel(tokens, per_token, ranks, buffers)):
         return DispatchChoice(direct, f"Direct: no kernel copies rows, {reason}")
     least = LEAST_SAVED_INSIDE if nodes == 1 and not is_tpu else LEAST_SAVED
     if rows < (1 - least) * per_token:
@@ -145,12 +146,16 @@ def _in_chunks(
     return replace(buffers, chunks=2) if gains and num_copies >= 2 * LEAST_CHUNK else buffers
 
 
-def _without_kernel(tokens: jax.ShapeDtypeStruct | None, per_token: int, num_ranks: int, given: Dispatch) -> str | None:
+def _without_kernel(
+    tokens: jax.ShapeDtypeStruct | None, per_token: int, num_ranks: int, buffers: Buffers
+) -> str | None:
     """Return the reason why no kernel for TPUs copies the rows of `Once`, or `None`."""
     # Only for TPUs, since it imports Mosaic.
     from jax_moe_lb.kernels.tpu_rows import why_not
 
     assert tokens is not None
-    num_rows = rows_with_padding(given.buffers.rows(tokens.shape[0] * per_token), per_token, num_ranks)
-    # The row and the weight of each copy.
-    return why_not(tokens.dtype, tokens.shape[1], 2 * num_rows)
+    num_copies = tokens.shape[0] * per_token
+    num_rows = rows_with_padding(buffers.rows(num_copies), per_token, num_ranks)
+    of_chunk = rows_with_padding(buffers.chunk_rows(num_copies), per_token, num_ranks)
+    # Rows of the backward pass, which has no chunks; in the forward pass the row and the weight of each copy.
+    return why_not(tokens.dtype, tokens.shape[1], max(num_rows, 2 * of_chunk))

@@ -74,6 +74,8 @@ TPU = replace(Topology.flat(8), platform="tpu", device_kind="TPU v5 lite")
         (TPU, (1023, 2048), "bfloat16", "Once: 5.3 of 8 rows", 1),
         (TPU, (4096, 2048), "float32", "Direct: no kernel copies rows, rows are float32; expected bfloat16", 2),
         (TPU, (4096, 2304), "bfloat16", "Direct: no kernel copies rows, width is 2304", 2),
+        # A chunk has the row and the weight of each copy, a round the rows: 551 KB, and 1,101 KB.
+        (TPU, (16384, 2048), "bfloat16", "Once: 5.3 of 8 rows", 2),
         (TPU, (32768, 2048), "bfloat16", "Direct: no kernel copies rows, lists have", 2),
         (
             replace(NODES, platform="tpu", device_kind="TPU v5e"),
