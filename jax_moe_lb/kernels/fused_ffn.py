@@ -53,19 +53,28 @@ def can_fuse(inner: int, hidden: int, num_parts: int) -> bool:
 
 
 def gradients(
-    batch: BackwardRows, experts: Parts, groups: RowGroups, dtype: DType, again: Callable[[Array], Parts] | None
+    batch: BackwardRows,
+    experts: Parts,
+    groups: RowGroups,
+    dtype: DType,
+    again: Callable[[Array], Parts] | None,
+    before: Parts | None = None,
 ) -> tuple[Rows, Float[Array, "A 1"], dict[str, tuple[Array, ...]]]:
-    """Return the gradients of rows, of row weights, and of each kind of weights in parts."""
+    """Return the gradients of rows, of row weights, and of each kind of weights in parts, with the sums before."""
     (rows, weights, words, saved), group_sizes = batch, groups.sizes
     sizes = tuple(part.up.shape[0] for part in experts)
-    outers = partial(weight_gradients, groups=groups, parts=sizes, dtype=dtype)
+
+    def outers(kind: str, left: Array, right: Products) -> tuple[Array, ...]:
+        sums = None if before is None else tuple(getattr(part, kind) for part in before)
+        return weight_gradients(left, right, groups, sizes, dtype, sums)
+
     kept: Products = saved or inner_products(rows, experts, group_sizes)
     if words.ndim > 2:
         # Otherwise the exchange of these gradients may end before the products, and nothing runs beside it.
         kept, words = in_order_on_tpu(kept, words)
     upstream = words.reshape(rows.shape)
     of_products, hidden, of_weights = activation_gradients(kept, weights, experts, group_sizes, upstream)
-    of_kinds = {"down": outers(hidden, (upstream,))}
+    of_kinds = {"down": outers("down", hidden, (upstream,))}
     last = experts if again is None else again(of_products[0])
     of_rows = row_gradients(of_products, last, group_sizes)
     # The other gradients of weights come last: the gradients of the rows travel meanwhile. The barrier sets the layout
@@ -74,9 +83,9 @@ def gradients(
     words, (rows, of_products) = in_order(words, (rows, of_products))
     of_rows = words.reshape(of_rows.shape)
     if experts[0].is_fused:
-        return of_rows, of_weights, of_kinds | {"up": outers(rows, of_products)}
+        return of_rows, of_weights, of_kinds | {"up": outers("up", rows, of_products)}
     kinds = zip(("up", "gate"), of_products, strict=False)
-    return of_rows, of_weights, of_kinds | {kind: outers(rows, (part,)) for kind, part in kinds}
+    return of_rows, of_weights, of_kinds | {kind: outers(kind, rows, (part,)) for kind, part in kinds}
 
 
 def hidden_and_products(
@@ -153,14 +162,19 @@ def row_gradients(of_products: Products, experts: Parts, group_sizes: GroupSizes
 
 
 def weight_gradients(
-    rows: Rows, others: Products, groups: RowGroups, parts: tuple[int, ...], dtype: DType
+    rows: Rows,
+    others: Products,
+    groups: RowGroups,
+    parts: tuple[int, ...],
+    dtype: DType,
+    before: tuple[Float[Array, "_ I O"], ...] | None = None,
 ) -> tuple[Float[Array, "_ I O"], ...]:
-    """Return `rows.T @ others` per group, in parts; several arrays are neighboring columns of one result."""
+    """Return `rows.T @ others` per group, in parts, plus `before`; several arrays are neighboring columns."""
 
-    def compute(rows: Rows, others: Products, groups: RowGroups) -> tuple[Array, ...]:
-        return _kernels().outer(rows, others, groups, parts=parts, dtype=dtype)
+    def compute(rows: Rows, others: Products, groups: RowGroups, before: Any) -> tuple[Array, ...]:
+        return _kernels().outer(rows, others, groups, parts=parts, dtype=dtype, before=before)
 
-    return _call(compute, rows, others, groups)
+    return _call(compute, rows, others, groups, before)
 
 
 class _Kernels(NamedTuple):
@@ -179,7 +193,13 @@ def _kernels() -> _Kernels:
         return _Kernels(tpu_products.products, tpu_products.outer, travelling, tpu_products.has_words)
     from jax_moe_lb.kernels import mosaic_outer, mosaic_product
 
-    return _Kernels(mosaic_product.products, mosaic_outer.outer, mosaic_product.products, lambda _: False)
+    def outer(
+        rows: Rows, others: Products, groups: RowGroups, *, parts: tuple[int, ...], dtype: DType, before: Any
+    ) -> tuple[Array, ...]:
+        results = mosaic_outer.outer(rows, others, groups, parts=parts, dtype=dtype)
+        return results if before is None else tuple(map(jnp.add, before, results))
+
+    return _Kernels(mosaic_product.products, outer, mosaic_product.products, lambda _: False)
 
 
 def _activation(experts: Experts) -> Callable[..., Array]:

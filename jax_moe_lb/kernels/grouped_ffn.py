@@ -114,6 +114,18 @@ def _network(rows: Rows, experts: Experts | ExpertParts, *, keeps_products: bool
     )
 
 
+def fused_inner_products(rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSizes) -> Products | None:
+    """Return the products before the activation by one kernel on TPUs; `None` if `grouped_ffn_gradients` has others."""
+    if accelerator() != "tpu" or _first(experts).is_fused or not fuses(rows, experts):
+        return None
+    from jax_moe_lb.kernels import fused_ffn
+
+    def fused(rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSizes) -> Products:
+        return fused_ffn.inner_products(rows, _parts(jax.tree.map(usual_layout, experts)), group_sizes)
+
+    return _on_device(fused, _inner_products, rows, experts, group_sizes)
+
+
 def fuses(rows: Rows, experts: Experts | ExpertParts) -> bool:
     """Return whether kernels of the default device compute the activations inside the products."""
     first = _first(experts)
@@ -372,10 +384,10 @@ def _fused_gradients(
     if batch.products is not None and len(batch.products) == 1 and _first(experts).is_fused:
         batch = batch._replace(products=tuple(jnp.split(batch.products[0], 2, -1)))
     rebuilt = None if again is None else lambda after: _parts(jax.tree.map(usual_layout, again(after)))
-    of_rows, of_weights, of_kinds = fused_ffn.gradients(batch, _parts(experts), groups, sums_dtype, rebuilt)
+    before = None if sums is None else _parts(sums)
+    of_rows, of_weights, of_kinds = fused_ffn.gradients(batch, _parts(experts), groups, sums_dtype, rebuilt, before)
     kinds = {kind: parts if isinstance(experts, tuple) else parts[0] for kind, parts in of_kinds.items()}
-    of_experts = _with_kinds(experts, kinds)
-    return of_rows, of_weights, of_experts if sums is None else jax.tree.map(jnp.add, sums, of_experts)
+    return of_rows, of_weights, _with_kinds(experts, kinds)
 
 
 def _with_kinds(experts: Experts | ExpertParts, kinds: dict[str, Any]) -> Experts | ExpertParts:

@@ -140,19 +140,22 @@ def outer(
     *,
     parts: tuple[int, ...],
     dtype: DType,
+    before: tuple[Float[Array, "_ I O"], ...] | None = None,
     name: str = "grouped_outer",
 ) -> tuple[Float[Array, "_ I O"], ...]:
-    """Compute `grouped_outer`; several arrays `others` are neighboring columns. Rows beyond the groups may be NaN."""
+    """Compute `grouped_outer`, added to `before` in place; several arrays `others` are neighboring columns."""
+    # Rows beyond the groups may be NaN.
     given, (num_rows, inner) = others if isinstance(others, tuple) else (others,), rows.shape
-    kernel = _Outer.of(rows, given, parts, dtype)
+    kernel = _Outer.of(rows, given, parts, dtype, before is not None)
     if len(given) > 1 and (kernel.tile[1] % LANES or kernel.widths[1] % kernel.tile[1]):
         # A tile of columns must not cross the border between two arrays.
         given = (jnp.concatenate(given, 1),)
-        kernel = _Outer.of(rows, given, parts, dtype)
+        kernel = _Outer.of(rows, given, parts, dtype, before is not None)
     visits, total = visits_of(groups.sizes, num_rows, groups.has_sums)
     shapes = [((count, inner, kernel.width), dtype) for count in parts]
     grid, sizes = (*kernel.num_tiles, total), (num_rows, inner, kernel.width)
-    return tuple(_launch(kernel.step, grid, visits, (rows, given), kernel.tiles(), shapes, name, sizes))
+    operands = rows, given, list(before or ())
+    return tuple(_launch(kernel.step, grid, visits, operands, kernel.tiles(), shapes, name, sizes, len(operands[2])))
 
 
 class _Tiles(NamedTuple):
@@ -170,8 +173,10 @@ def _launch(
     shapes: Sequence[tuple[tuple[int, ...], DType]],
     name: str,
     sizes: tuple[int, int, int],
+    num_in_place: int = 0,
 ) -> list[Array]:
     """Run a kernel; a step takes the visits, the operands as given, the results and the scratch memory."""
+    # As many of the last operands as are in place have the memory of the results.
     leaves, form = jax.tree.flatten(operands)
     varies = jax.typeof(leaves[0]).manual_axis_type
     results = [jax.ShapeDtypeStruct(*one, manual_axis_type=varies) for one in shapes]
@@ -194,6 +199,7 @@ def _launch(
             scratch_shapes=tiles.scratch,
         ),
         out_shape=results,
+        input_output_aliases={len(visits) + len(leaves) - num_in_place + n: n for n in range(num_in_place)},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=(pltpu.PARALLEL, *[pltpu.ARBITRARY] * (len(grid) - 1)),
             vmem_limit_bytes=min(tile_bytes + VALUES_BYTES, _vector_bytes(FOR_KERNEL)),
@@ -313,20 +319,21 @@ class _Outer:
     widths: tuple[int, int]  # width of the rows, and of each of the others
     num_others: int
     groups: tuple[int, ...]  # groups per part
+    adds: bool  # whether the results are sums with given arrays
 
     @classmethod
-    def of(cls, rows: Array, others: tuple[Array, ...], parts: tuple[int, ...], dtype: DType) -> "_Outer":
+    def of(cls, rows: Array, others: tuple[Array, ...], parts: tuple[int, ...], dtype: DType, adds: bool) -> "_Outer":
         size, widths = _chip().mxu_column_size, (rows.shape[1], others[0].shape[1])
 
         def nbytes(tile: tuple[int, int]) -> int:
-            of_results = 4 + 2 * len(parts) * jnp.dtype(dtype).itemsize
+            of_results = 4 + 2 * (1 + adds) * len(parts) * jnp.dtype(dtype).itemsize
             return tile[0] * tile[1] * of_results + 2 * ITEMSIZE * size * (tile[0] + tile[1] * len(others))
 
         left, right = _tile_widths(widths[0], _chip().num_cores), _tile_widths(widths[1])
         tile = next(left), next(right)
         while nbytes(tile) > _vector_bytes(FOR_TILES) and max(tile) > LANES:
             tile = (next(left), tile[1]) if tile[0] >= tile[1] else (tile[0], next(right))
-        return cls(size, tile, widths, len(others), parts)
+        return cls(size, tile, widths, len(others), parts, adds)
 
     @property
     def width(self) -> int:
@@ -358,11 +365,11 @@ class _Outer:
 
         of_rows = pl.BlockSpec((self.rows, self.tile[0]), lambda i, j, v, group, tile, *_: (tile[v], i))
         results = [of_part(before, count) for before, count in zip(starts(self.groups), self.groups, strict=True)]
-        operands = of_rows, list(map(of_other, range(self.num_others)))
+        operands = of_rows, list(map(of_other, range(self.num_others))), results if self.adds else []
         return _Tiles(operands, results, (pltpu.VMEM(self.tile, jnp.float32),))
 
     def step(self, visits: Visits, operands: PyTree, *refs: Ref) -> None:
-        (rows, others), outs, sums = operands, refs[:-1], refs[-1]
+        (rows, others, before), outs, sums = operands, refs[:-1], refs[-1]
         v, last = pl.program_id(2), pl.num_programs(2) - 1
         group = visits.group[v]
 
@@ -373,7 +380,13 @@ class _Outer:
 
         @pl.when((v == 0) | (visits.group[jnp.maximum(v - 1, 0)] != group))
         def _() -> None:
-            sums[...] = jnp.zeros_like(sums)
+            def read(part: int, _: Array) -> None:
+                sums[...] = before[part][0].astype(jnp.float32)
+
+            if self.adds:
+                for_part(group, self.groups, read)
+            else:
+                sums[...] = jnp.zeros_like(sums)
 
         def add(n: int, _: Array) -> None:
             sums[...] += _dot(masked(rows), masked(others[n]), (0, 0))

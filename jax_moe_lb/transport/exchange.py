@@ -70,9 +70,9 @@ class Buffers:
         max_rounds: number of rounds. `None` (default) runs as many as the plan needs, in a loop; the host of a GPU
             waits before each iteration. A number runs exactly that many without a loop, and a plan with more rounds is
             a fault. 1 is usual with balancers that guarantee a load below the headroom.
-        chunks: parts of the buffer with exchanges of their own in the forward pass; 1 by default. With 2, the exchange
-            of one part overlaps with products of the other. Values are equal. `Direct` and `Once` support more than 1,
-            and `Forward`, whose chunks are parts of the tokens in both passes.
+        chunks: parts of the buffer with exchanges of their own, in the forward pass of `Direct` and in both passes of
+            `Once`; 1 by default. With 2, the exchange of one part overlaps with products of the other. Values are
+            equal, but gradients of experts are sums over the chunks. Chunks of `Forward` are parts of the tokens.
 
     Raises:
         ValueError: `headroom` is not positive and finite, or `max_rounds` or `chunks` is below 1.
@@ -128,8 +128,8 @@ class Saved:
         replicas: save the weights of the replica slots, `S - L` experts per layer; named "moe_replicas". False by
             default.
         rows: save the rows received in the first round, `A` rows of width `H` in transfer format per layer; named
-            "moe_dispatched_rows". Further rounds send their copies again. Chunks are copied into one array. False by
-            default.
+            "moe_dispatched_rows". Further rounds send their copies again. `Direct` copies chunks into one array. False
+            by default.
         hidden: save the hidden activations of these rows, as their products with `up` and gate: two arrays of `A` rows
             of width `F` in the dtype of the tokens per layer, one without a gate; named "moe_hidden". The backward pass
             then has 12 instead of 16 units of operations, of 6 in the forward pass. Further rounds compute them again.

@@ -265,10 +265,13 @@ class Step:
 
     def choices_back(self, values: Float[Array, "A K"], site: str) -> Float[Array, "N K"]:
         """Return one number per choice from the rank that serves it; the transpose of `send_choices`."""
-        back = self.back(values, self.returned(values), site)
+        return self.choices(self.back(values, self.returned(values), site))
+
+    def choices(self, returned: Float[Array, "B K"]) -> Float[Array, "N K"]:
+        """Return the returned number of each choice."""
         at = jnp.append(self.position, -1)[self.lists.row]
-        choice = iota(values.shape[1])[None]
-        return jnp.where(at >= 0, back[jnp.maximum(at, 0), choice], 0)
+        choice = iota(returned.shape[1])[None]
+        return jnp.where(at >= 0, returned[jnp.maximum(at, 0), choice], 0)
 
     def returned(self, rows: Array) -> Array:
         """Allocate the array of returned rows."""

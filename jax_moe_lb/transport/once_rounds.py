@@ -5,6 +5,7 @@ layer inputs, the plan, the lists, which are integers, and the arrays of `Saved`
 again, unless they are saved, and the gradients of their outputs.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from jax_moe_lb.collectives.ragged_all_to_all import Group, as_rows, as_words, concatenated, empty_buffer, starts
+from jax_moe_lb.collectives.ragged_all_to_all import Group, as_rows, as_words, empty_buffer
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.manual_axes import first_order
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.schedule import in_order, in_order_on_cuda, in_order_on_tpu
 from jax_moe_lb.core.topology import Topology
-from jax_moe_lb.core.types import Rows, Tokens, iota, pytree
+from jax_moe_lb.core.types import Rows, Tokens, pytree
 from jax_moe_lb.kernels.operands import BackwardRows
 from jax_moe_lb.kernels.slot_places import SlotPlaces, slot_places, sum_rows, take_rows
 from jax_moe_lb.transport.compression import packed, unpacked
@@ -132,13 +133,13 @@ class _Part:
 
     @classmethod
     @jax.named_scope("dispatch")
-    def of(cls, step: Step, entry_weights: Float[Array, "N K"], slots: int, room: int, entries: int = 1) -> "_Part":
+    def of(
+        cls, step: Step, steps: tuple[Step, ...], entry_weights: Float[Array, "N K"], slots: int, room: int
+    ) -> "_Part":
         # Codes and weights take one exchange: codes are small integers, exact in the dtype of the weights.
         tail = jnp.concatenate([step.codes().astype(entry_weights.dtype), step.of_rows(entry_weights)], 1)
         codes, weights = jnp.split(step.exchange(tail, room, "dispatch of weights"), 2, 1)
-        codes, lists = step.clear(codes).astype(jnp.int32), step.lists
-        part = lists.row.shape[0] // entries * min(lists.row.shape[1], lists.copies.shape[0])
-        steps = step.chunks(entries, min(room, part), in_one_buffer=True)
+        codes = step.clear(codes).astype(jnp.int32)
         return cls(steps, slot_places(codes, slots, room), weights, codes, step)
 
     @jax.named_scope("dispatch")
@@ -149,10 +150,9 @@ class _Part:
             rows = step.send(part, rows, "dispatch")
         return rows
 
-    def copies(self, rows: Float[Array, "_ H"], order: Int[Array, "A"] | None = None) -> Rows:
-        """Return the copies of received rows, in the order of slots; `order` has the index of each row."""
-        at = self.places.copy // self.weights.shape[1]
-        return take_rows(rows, at if order is None else order[at], rows_at)
+    def copies(self, rows: Float[Array, "_ H"]) -> Rows:
+        """Return the copies of received rows, in the order of slots."""
+        return take_rows(rows, self.places.copy // self.weights.shape[1], rows_at)
 
     def copy_weights(self) -> Float[Array, "A 1"]:
         return self.weights.reshape(-1, 1)[self.places.copy]
@@ -163,49 +163,54 @@ class _Part:
         return sum_rows(outputs, self.places.place, weights, self.places.owners(weights)).astype(outputs.dtype)
 
     @jax.named_scope("combine")
-    def weights_back(self, of_copies: Float[Array, "A 1"]) -> Float[Array, "N K"]:
+    def weights_back(self, of_copies: Float[Array, "A 1"], into: Float[Array, "B K"]) -> Float[Array, "B K"]:
         of_rows = of_copies[:, 0].at[self.places.place].get(mode="fill", fill_value=0)
-        return self.whole.choices_back(of_rows, "combine of weights")
+        return self.whole.back(of_rows, into, "combine of weights")
 
 
 @dataclass(frozen=True)
 class _Round:
     """Exchanges of a round, one of each chunk."""
 
-    parts: tuple[_Part, ...]
-    steps: tuple[Step, ...]  # rows of all parts, by chunk of entries
+    of_chunks: tuple[tuple[Step, tuple[Step, ...]], ...]  # rows of each chunk, and the same by chunk of entries
+    steps: tuple[Step, ...]  # rows of all chunks, by chunk of entries
+    whole: Step  # rows of all chunks
+    slots: int  # slots of a rank
+    room: int  # rows of the buffer of a chunk
 
     @classmethod
     @jax.named_scope("dispatch")
     def of(
         cls,
         i: Int[Array, ""] | int,
-        num_tokens: int,
-        entry_weights: Float[Array, "N K"],
+        shape: tuple[int, ...],
         slots: int,
         lists: Lists,
         route: Route,
         entries: int,
-        *,
-        in_chunks: bool,
     ) -> "_Round":
-        per_token, num_rows = entry_weights.shape[1], lists.entry.shape[0]
-        room = route.room(num_tokens, per_token)
+        # `shape` has the numbers of tokens and of choices.
+        num_entries, per_token = lists.row.shape
+        num_ranks, room = lists.copies.shape[0], route.room(*shape)
         # The rounds of a single hop bound the received rows only: as many rows as all lists have may leave at once.
-        whole = lists.round(i, room if route.between else num_rows, route.group)
-        if not in_chunks or route.chunks == 1:
-            part = _Part.of(whole, entry_weights, slots, room, entries)
-            return cls((part,), part.steps)
-        num_sent = rows_of_chunk(num_tokens * per_token, per_token, lists.copies.shape[0], route.chunks)
-        chunk_room = route.room(num_tokens, per_token, in_chunks=True)
-        steps = lists.steps_of_round(i, num_sent, route.group)
-        return cls(tuple(_Part.of(step, entry_weights, slots, chunk_room) for step in steps), (whole,))
+        whole = lists.round(i, room if route.between else lists.entry.shape[0], route.group)
+        if route.chunks == 1:
+            of_part = num_entries // entries * min(per_token, num_ranks)
+            steps = whole.chunks(entries, min(room, of_part), in_one_buffer=True)
+            return cls(((whole, steps),), steps, whole, slots, room)
+        num_sent = rows_of_chunk(math.prod(shape), per_token, num_ranks, route.chunks)
+        of_chunks = tuple((step, (step,)) for step in lists.steps_of_round(i, num_sent, route.group))
+        return cls(of_chunks, (whole,), whole, slots, route.room(*shape, in_chunks=True))
+
+    def part(self, number: int, entry_weights: Float[Array, "N K"]) -> _Part:
+        """Return a chunk, after an exchange of the weights of its rows."""
+        return _Part.of(*self.of_chunks[number], entry_weights, self.slots, self.room)
 
     @jax.named_scope("combine")
-    def back(self, number: int, sums: Float[Array, "A H"], returned: Entries | None) -> Entries:
+    def back(self, part: _Part, sums: Float[Array, "A H"], returned: Entries | None) -> Entries:
         """Return the sums of a part to the sources, into the array of all parts."""
         returned = tuple(step.returned(sums) for step in self.steps) if returned is None else returned
-        sent = zip(self.parts[number].steps, returned, strict=True)
+        sent = zip(part.steps, returned, strict=True)
         return tuple(step.back(sums, into, "combine") for step, into in sent)
 
     @jax.named_scope("combine")
@@ -239,12 +244,16 @@ def _served(inputs: Inputs, replicate: Replicate, route: Route, topology: Topolo
         def one_round(i: Array | int, total: Entries | None, saved: Saved = Saved()) -> tuple[Entries, Kept]:
             # The barrier makes every round gather its rows, as in `in_rounds`. A chunk does not wait for the others.
             now = tuple(optimization_barrier(jnp.int32(i), part) for part in entries)
-            one = _Round.of(
-                i, weights.shape[0], entry_weights, plan.slots, receipt.lists, route, len(entries), in_chunks=True
-            )
-            words = [part.send(now) for part in one.parts]
+            one = _Round.of(i, weights.shape, plan.slots, receipt.lists, route, len(entries))
+            parts, words, weights_now = list[_Part](), list[Array](), entry_weights
+            for number in range(len(one.of_chunks)):
+                parts.append(one.part(number, weights_now))
+                arrived = as_words(parts[number].send(now))
+                # Weights of the next chunk travel beside the products of this one.
+                arrived, weights_now = in_order_on_tpu(arrived, weights_now)
+                words.append(as_rows(arrived))
             products, returned = [], None
-            for number, part in enumerate(one.parts):
+            for number, part in enumerate(parts):
                 rows = part.copies(unpacked(transfer, words[number], tokens))
                 outputs, of_part = slots.ffn(rows, part.places.group_sizes, keeps_products=saved.hidden)
                 products.append(of_part)
@@ -252,13 +261,10 @@ def _served(inputs: Inputs, replicate: Replicate, route: Route, topology: Topolo
                 if number + 1 < len(words):
                     # The rows of a chunk arrive before the sums of the last one return, as in `serve_round`.
                     words[number + 1], sums = in_order_on_cuda(words[number + 1], sums)
-                returned = one.back(number, sums, returned)
+                returned = one.back(part, sums, returned)
             assert returned is not None
             sums_of_entries = one.entry_sums(returned)
-            kept = Kept(
-                rows=_in_one(*words) if saved.rows else None,
-                products=jax.tree.map(_in_one, *products) if saved.hidden else None,
-            )
+            kept = Kept(rows=tuple(words) if saved.rows else None, products=tuple(products) if saved.hidden else None)
             return (sums_of_entries if total is None else jax.tree.map(jnp.add, total, sums_of_entries)), kept
 
         # The first round has the static index 0: the sizes of its lists are known.
@@ -269,10 +275,6 @@ def _served(inputs: Inputs, replicate: Replicate, route: Route, topology: Topolo
             return route.to_tokens(total, receipt, tokens), kept
 
     return serve(inputs)
-
-
-def _in_one(*parts: Array) -> Array:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 def _further_rounds(
@@ -311,7 +313,6 @@ def _gradients(
     # As in `rounds._gradients`: rematerialize replicas and rows in the backward pass.
     tokens, weights, experts, upstream = jax.lax.optimization_barrier((tokens, weights, experts, upstream))
     again, transfer = replicate.again(), route.options.transfer
-    is_saved, room = route.options.saved, route.room(*weights.shape, in_chunks=True)
     slots = Slots.of(experts, plan, again, topology, kept.replicas)
 
     def to_entries() -> Entries:
@@ -322,7 +323,7 @@ def _gradients(
 
     with jax.named_scope("dispatch"):
         # Saved rows replace the first round only; further rounds, usually none, then send their entries again.
-        entries = None if is_saved.rows else to_entries()
+        entries = None if route.options.saved.rows else to_entries()
         upstreams = route.to_entries(upstream, receipt)
         entry_weights = route.choices_to_entries(weights, receipt)
 
@@ -332,31 +333,32 @@ def _gradients(
         sent = () if kept.rows is not None else (to_entries() if entries is None else entries,)
         parts = [optimization_barrier(jnp.int32(i), part) for part in zip(upstreams, *sent, strict=True)]
         now = [tuple(part) for part in zip(*parts, strict=True)]
-        whole = _Round.of(
-            i, weights.shape[0], entry_weights, plan.slots, receipt.lists, route, len(upstreams), in_chunks=False
-        )
-        (one,) = whole.parts
-        order = None
-        if route.chunks > 1 and kept != Kept():
-            # Saved arrays have the order of the chunks of the forward pass.
-            order = _order_in_chunks(one, room)
-            if kept.products is not None:
-                take = partial(rows_at, at=_copies_in_chunks(one, order, room))
-                kept = kept._replace(products=jax.tree.map(take, kept.products))
-        rows, row_upstream = _received(one, now, kept, order, unpack, slots.replicas)
-        before = None if sums is None else sums[2]
-        batch = BackwardRows(rows, one.copy_weights(), row_upstream, kept.products)
-        of_rows, of_weights, of_slots = slots.pull_back(batch, one.places.group_sizes, before, route.options)
-        # Gradients of routing weights travel beside the products for gradients of rows. These travel beside the
-        # products for gradients of experts.
-        of_choices, words = in_order(one.weights_back(of_weights), as_words(of_rows))
-        returned = whole.back(0, one.sums(as_rows(words), None), None)
+        one = _Round.of(i, weights.shape, plan.slots, receipt.lists, route, len(upstreams))
+        before, of_slots, returned = None if sums is None else sums[2], None, None
+        of_choices, weights_now = one.whole.returned(entry_weights), entry_weights
+        for number in range(len(one.of_chunks)):
+            part, saved = one.part(number, weights_now), kept.of_chunk(number)
+            sizes = part.places.group_sizes
+            words, of_outputs = _received(part, now, saved, slots.replicas)
+            rows = part.copies(unpack(as_rows(words)))
+            products = saved.products or slots.inner_products(rows, sizes)
+            # The next chunk travels after these products: the compiler would run all beside the last exchange.
+            last, (now, weights_now) = in_order_on_tpu((of_outputs, products), (now, weights_now))
+            of_outputs, products = last
+            batch = BackwardRows(rows, part.copy_weights(), part.copies(as_rows(of_outputs)), products)
+            is_last = number + 1 == len(one.of_chunks)
+            of_rows, of_weights, of_slots = slots.pull_back(
+                batch, sizes, before, route.options, of_slots, is_last=is_last
+            )
+            # Gradients of routing weights travel beside the products for gradients of rows. These travel beside the
+            # products for gradients of experts.
+            of_choices, words = in_order(part.weights_back(of_weights, of_choices), as_words(of_rows))
+            returned = one.back(part, part.sums(as_rows(words), None), returned)
         # Gradients of replicas otherwise travel first, beside the products that hide those of rows.
         words, of_slots = in_order_on_tpu(jax.tree.map(as_words, returned), of_slots)
-        of_entries = whole.entry_sums(jax.tree.map(as_rows, words))
-        if sums is not None:
-            of_entries, of_choices = jax.tree.map(jnp.add, sums[:2], (of_entries, of_choices))
-        return of_entries, of_choices, of_slots
+        of_entries = one.entry_sums(jax.tree.map(as_rows, words))
+        total = of_entries, one.whole.choices(of_choices)
+        return *(total if sums is None else jax.tree.map(jnp.add, sums[:2], total)), of_slots
 
     def wide(sums: tuple[Entries, Array, Any]) -> tuple[Entries, Array, Any]:
         return *sums[:2], widened(sums[2])
@@ -369,46 +371,22 @@ def _gradients(
 
 
 def _received(
-    one: _Part,
-    upstream_and_sent: Sequence[tuple[Array, ...]],
-    kept: Kept,
-    order: Int[Array, "A"] | None,
-    decode: Callable[[Array], Array],
-    replicas: Experts | None,
-) -> tuple[Rows, Rows]:
-    """Return the copies of a backward round, and the gradients of the outputs."""
+    one: _Part, upstream_and_sent: Sequence[tuple[Array, ...]], kept: Kept, replicas: Experts | None
+) -> tuple[Array, Array]:
+    """Return the rows of a chunk of a backward round, as transferred, and the gradients of their outputs."""
     upstream, *sent = upstream_and_sent
     if kept.rows is not None:
-        return one.copies(decode(kept.rows), order), one.copies(one.send(upstream))
+        return as_words(kept.rows), as_words(one.send(upstream))
     if kept.products is not None:
-        row_upstream = one.copies(one.send(upstream))
+        of_outputs = as_words(one.send(upstream))
         # The rows then travel beside the products that read none of them.
-        row_upstream, sent = in_order(row_upstream, sent)
-        return one.copies(decode(one.send(sent[0]))), row_upstream
+        of_outputs, sent = in_order(of_outputs, sent)
+        return as_words(one.send(sent[0])), of_outputs
     # The upstream gradients then travel beside the products that rematerialize the hidden activations. Replicas would
     # otherwise travel beside these on TPUs.
     words, upstream = in_order(as_words(one.send(sent[0])), upstream)
     _, upstream = in_order_on_tpu(replicas, upstream)
-    return one.copies(decode(as_rows(words))), one.copies(one.send(upstream))
-
-
-def _order_in_chunks(one: _Part, room: int) -> Int[Array, "A"]:
-    """Return the index of each received row of the first round among the rows of its chunks, each of `room` rows."""
-    sizes = one.whole.lists.tables[:, :, jax.lax.axis_index(one.whole.group.axes)]
-    first = starts(sizes, 1) + room * iota(sizes.shape[0])[:, None]
-    return concatenated(first.T, sizes.T, one.weights.shape[0])
-
-
-def _copies_in_chunks(one: _Part, order: Int[Array, "A"], room: int) -> Int[Array, "A"]:
-    """Return the index of each copy of the first round among the copies of the chunks, each of `room` copies."""
-    (num_rows, per_row), number = one.codes.shape, one.whole.lists.tables.shape[0]
-    is_received = iota(num_rows) < one.whole.table[:, jax.lax.axis_index(one.whole.group.axes)].sum(dtype=jnp.int32)
-    at = jnp.where(is_received, order, number * room)
-    codes = jnp.zeros_like(one.codes, shape=(number * room, per_row)).at[at].set(one.codes, mode="drop")
-    num_slots = one.places.group_sizes.shape[0]
-    places = [slot_places(part, num_slots, room).place + c * room for c, part in enumerate(jnp.split(codes, number))]
-    copy = one.places.copy
-    return jnp.concatenate(places)[order[copy // per_row], copy % per_row]
+    return words, as_words(one.send(upstream))
 
 
 serve_lists.defvjp(_save, _backward)

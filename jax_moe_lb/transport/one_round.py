@@ -71,9 +71,14 @@ class Batch(NamedTuple):
 class Kept(NamedTuple):
     """Arrays saved for the backward pass by `Saved`; `None` if it transfers or computes them again."""
 
-    rows: ArrivedRows | None = None  # rows received in the first round, in transfer format, in one chunk
+    rows: Any = None  # rows received in the first round, in transfer format; by chunk in `serve_lists`
     replicas: Experts | None = None  # weights of the replica slots
-    products: Products | None = None  # products of these rows with `up` and gate, in one chunk
+    products: Any = None  # products of these rows with `up` and gate; by chunk in `serve_lists`
+
+    def of_chunk(self, number: int) -> "Kept":
+        """Return the rows and the products of one chunk."""
+        rows = None if self.rows is None else self.rows[number]
+        return Kept(rows, products=None if self.products is None else self.products[number])
 
 
 class Round(NamedTuple):

@@ -18,6 +18,7 @@ from jax_moe_lb.core.types import Carry, DType, GroupSizes, Rows, wide_dtype
 from jax_moe_lb.kernels.grouped_ffn import (
     ExpertParts,
     Products,
+    fused_inner_products,
     fuses,
     grouped_ffn,
     grouped_ffn_gradients,
@@ -84,20 +85,31 @@ class Slots(NamedTuple):
         return grouped_ffn(rows, at, group_sizes), ()
 
     @jax.named_scope("experts")
+    def inner_products(self, rows: Rows, group_sizes: GroupSizes) -> Products | None:
+        """Return the products of rows before the activation on TPUs, for exchanges that follow them; else `None`."""
+        return fused_inner_products(rows, self.weights(group_sizes), group_sizes) if _platform() == "tpu" else None
+
+    @jax.named_scope("experts")
     def pull_back(
         self,
         batch: BackwardRows,
         group_sizes: GroupSizes,
         sums: Experts | ExpertParts | None,
         exchange: DispatchOptions,
+        of_chunks: Experts | ExpertParts | None = None,
+        *,
+        is_last: bool = True,
     ) -> tuple[Rows, RowWeights, Experts | ExpertParts]:
-        """Compute the gradients of the rows of a round, of the weights, and of the experts of all slots."""
+        """Compute the gradients of the rows of a chunk, of the weights, and of the experts of all slots."""
+        # Those of experts are added to the ones of earlier chunks of the round, and after the last chunk to `sums`, the
+        # ones of earlier rounds.
         dtype = dtype_of_sums(self.home, exchange, is_first=sums is None)
         fused = self.fuse_gate_up(batch.rows, has_products=batch.products is not None)
-        # Kernels of accelerators do not add to sums.
-        before = None if _is_accelerator() else sums
+        # Kernels of accelerators do not add to sums over rounds, which are wider than gradients.
+        adds_after = _is_accelerator()
+        before = sums if of_chunks is None and not adds_after else of_chunks
         of_rows, of_weights, of_slots = self.gradients(batch, group_sizes, dtype, before, fused=fused)
-        if sums is not None and before is None:
+        if sums is not None and adds_after and is_last:
             of_slots = added(sums, of_slots)
         return of_rows, of_weights, of_slots
 
@@ -204,7 +216,9 @@ def dtype_of_sums(experts: Experts, exchange: DispatchOptions, *, is_first: bool
     # loop does not run, and its first step converts them. So have gradients that are added to sums after the products.
     if not is_first and _is_accelerator():
         return experts.up.dtype
-    has_sums = exchange.buffers.max_rounds not in (1, None) or not is_first
+    # On CPUs the gradients of a chunk are added to those of earlier ones.
+    has_chunks = exchange.buffers.chunks > 1 and not _is_accelerator()
+    has_sums = exchange.buffers.max_rounds not in (1, None) or not is_first or has_chunks
     return wide_dtype(experts.up) if has_sums else experts.up.dtype
 
 

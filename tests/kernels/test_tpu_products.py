@@ -162,6 +162,22 @@ def test_sums_of_neighboring_columns(width, monkeypatch):
 
 
 @pytest.mark.slow
+@parametrize("dtype", [jnp.bfloat16], [jnp.float32])
+def test_products_are_added_to_given_sums(dtype):
+    """Also to those of groups without rows, which the sums of the group before must not replace."""
+    sizes = (0, 100, 0, 144, 0)
+    rows, others = (make_operands(sizes, widths, NUM_ROWS)[0] for widths in ((128, 256), (256, 128)))
+    add = partial(tpu_products.outer, rows, others, RowGroups(jnp.array(sizes, jnp.int32), jnp.ones(5, bool)))
+    products = np.concatenate(add(parts=PARTS, dtype=jnp.float32))
+    before = np.random.default_rng(0).normal(size=products.shape) * 10
+    given = tuple(jnp.asarray(part, dtype) for part in np.split(before, np.cumsum(PARTS)[:-1]))
+    got = np.concatenate(add(parts=PARTS, dtype=dtype, before=given)).astype(np.float64)
+    rtol = 2**-8 if dtype == jnp.bfloat16 else 1e-5
+    np.testing.assert_allclose(got, np.concatenate(given).astype(np.float64) + products, rtol=rtol, atol=1e-4)
+    np.testing.assert_array_equal(got[0], given[0][0])
+
+
+@pytest.mark.slow
 def test_sums_that_nobody_reads_take_no_step():
     is_read = jnp.array([True, True, True, False, False])
     sizes = jnp.array((100, 0, 83, 0, 61), jnp.int32)
@@ -177,14 +193,16 @@ def test_gradients(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_layer_equals_the_dense_one(monkeypatch):
-    """It reads parts and activates inside the kernels; gradients of replicas come home."""
+@pytest.mark.parametrize(("dispatch", "chunks"), [("direct", 1), ("once", 2)])
+def test_a_layer_equals_the_dense_one(dispatch, chunks, monkeypatch):
+    """It reads parts and activates inside the kernels; gradients of chunks are added, and of replicas come home."""
     monkeypatch.setattr(op, "_by_platform", on_platform(KERNEL, "tpu"))
     monkeypatch.setattr(grouped_ffn, "_on_device", lambda fused, other, *operands: fused(*operands))
     monkeypatch.setattr(slot_weights, "_platform", lambda: "tpu")
     mesh, case = make_mesh((2,), ("expert",)), Case(num_tokens=24, features=124, mlp_dim=128, num_experts=4)
     args = case.arguments("zipf", 2, "bfloat16")
-    layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), exact(1, Buffers(1.5, 1)), TopK(2)))
+    system = exact(1, Buffers(1.5, 1, chunks), dispatch=dispatch)
+    layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), system, TopK(2)))
     text = str(layer.run.trace(*args).jaxpr)
     assert all(name in text for name in ("grouped_hidden", "grouped_row_gradients", "grouped_outer"))
     assert f"bf16[3,{case.width},{case.mlp_dim}]" not in text

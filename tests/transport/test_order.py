@@ -234,8 +234,8 @@ def test_chunks_and_saved_arrays_leave_values_unchanged(dispatch, saved, options
     transfer = QuantizedTransfer(block=4) if saved == ROWS else None
     want, got = results(dispatch, transfer), results(dispatch, transfer, saved, **options)
     assert want[1] > 1
-    if dispatch == "direct":
-        # Rounds of other sizes cut the sums over the rows of an expert in other places.
+    if dispatch == "direct" or "chunks" in options:
+        # Chunks, and rounds of other sizes, cut the sums over the rows of an expert in other places.
         assert_close(got[2][2], want[2][2], 1e-6)
         got, want = ((*one[:2], one[2][:2]) for one in (got, want))
     jax.tree.map(np.testing.assert_array_equal, got, want)
