@@ -1,5 +1,6 @@
 """Programs compiled for the CPU, with the dumps used by reports."""
 
+import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -7,13 +8,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jax.stages import Compiled
 
 from jax_moe_lb.aot.hlo import Module, parse_module
+from tests.layer_cases import make_mesh
 
 SIZES = {"node": 2, "expert": 4}
+
+
+HEADER = re.compile(r"^(?:ENTRY )?%[\w.]+ \((.*)\) -> .*\{$", re.M)
+PARAMETER = re.compile(r"([\w.]+): (\([^()]*\)|\w+\[[\d,]*\])")
+
+
+def module_of(text: str) -> Module:
+    """Return the module of a text without the parameters of its computations, which their headers have."""
+
+    def with_parameters(header: re.Match[str]) -> str:
+        found = enumerate(PARAMETER.findall(header[1]))
+        return "\n".join([header[0], *(f"  %{name} = {shape} parameter({at})" for at, (name, shape) in found)])
+
+    return parse_module(HEADER.sub(with_parameters, text))
 
 
 @dataclass(frozen=True)
@@ -35,9 +50,12 @@ def compiled_here(folder: Path, function: Any, *args: Any) -> Program:
     return Program(jax.jit(function).lower(*args).compile(options), folder)
 
 
-def make_mesh() -> Mesh:
-    devices = np.array(jax.devices()[:8]).reshape(tuple(SIZES.values()))
-    return Mesh(devices, tuple(SIZES), axis_types=(AxisType.Auto,) * 2)
+def thunk_names(names: dict[int, str]) -> str:
+    """Return the metadata of thunks with these instructions, by number."""
+    return "".join(
+        f'thunk_metadata {{\n  thunk_info {{\n    profile_annotation: "{name}"\n    thunk_id: {number}\n  }}\n}}\n'
+        for number, name in names.items()
+    )
 
 
 def exchange_in_all_ways(x):
@@ -50,7 +68,7 @@ def exchange_in_all_ways(x):
 
 
 def exchanging_program(folder: Path) -> Program:
-    mesh = make_mesh()
+    mesh = make_mesh(tuple(SIZES.values()), tuple(SIZES))
     spec = PartitionSpec(mesh.axis_names)
     run = partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     return compiled_here(folder, run(exchange_in_all_ways), jnp.zeros((128, 16)))

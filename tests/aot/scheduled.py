@@ -3,20 +3,19 @@
 import numpy as np
 
 from jax_moe_lb.aot.execution_counts import Launches
-from jax_moe_lb.aot.hlo import Module, parse_module
 from jax_moe_lb.aot.load import LayerLoad, slices
 from jax_moe_lb.aot.memory import MemoryTraffic
 from jax_moe_lb.aot.schedule import ScheduledOperation, scheduled
 from jax_moe_lb.collectives.exchange_paths import ExchangePath, PathChoice
 from jax_moe_lb.core.plan import plain_plan
 from jax_moe_lb.core.topology import Topology
+from tests.aot.programs import module_of
 
 LISTS = "%n, %n, %n, %n"
 GROUPS = "replica_groups={{0,1,2,3,4,5,6,7}}"
 
 TEXT = """
 %body (carry: (s32[], bf16[512,256])) -> (s32[], bf16[512,256]) {
-  %carry = (s32[], bf16[512,256]{1,0}) parameter(0)
   %i = s32[] get-tuple-element(%carry), index=0
   %rows = bf16[512,256]{1,0} get-tuple-element(%carry), index=1
   %n = s32[16]{0} constant({...})
@@ -26,26 +25,19 @@ TEXT = """
 }
 
 %condition (state: (s32[], bf16[512,256])) -> pred[] {
-  %state = (s32[], bf16[512,256]{1,0}) parameter(0)
   %count = s32[] get-tuple-element(%state), index=0
   ROOT %less = pred[] compare(%count, %count), direction=LT
 }
 
 %tripled (t: f32[1024,256]) -> f32[1024,256] {
-  %t = f32[1024,256]{1,0} parameter(0)
   ROOT %sine = f32[1024,256]{1,0} sine(%t)
 }
 
 %always (u: f32[1024,256]) -> pred[] {
-  %u = f32[1024,256]{1,0} parameter(0)
   ROOT %yes = pred[] constant(true)
 }
 
 ENTRY %main (x: bf16[512,256], w: bf16[2,256,128], n: s32[16], y: f32[1024,256]) -> bf16[512,256] {
-  %x = bf16[512,256]{1,0} parameter(0)
-  %w = bf16[2,256,128]{2,1,0} parameter(1)
-  %n = s32[16]{0} parameter(2)
-  %y = f32[1024,256]{1,0} parameter(3)
   %counts = s32[16]{0} negate(%n), metadata={op_name="jit(f)/count/neg"}
   %gathered = s32[128]{0} all-gather(%counts), GROUPS, dimensions={0}, metadata={op_name="jit(f)/count/all_gather"}
   %planned = s32[128]{0} custom-call(%gathered), custom_call_target="moe_lb_plan_exact", metadata={op_name="jit(f)/plan/ffi_call"}
@@ -69,14 +61,10 @@ ENTRY %main (x: bf16[512,256], w: bf16[2,256,128], n: s32[16], y: f32[1024,256])
 AXES = {"expert": 8}
 
 
-def module(text: str = TEXT) -> Module:
-    return parse_module(text)
-
-
 def schedule(
     text: str = TEXT, path: ExchangePath = ExchangePath.ONE_SHOT, launches: Launches = Launches()
 ) -> tuple[ScheduledOperation, ...]:
-    whole = module(text)
+    whole = module_of(text)
     return scheduled(whole, MemoryTraffic(whole), AXES, lambda axes: PathChoice(path, "told"), launches)
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jax_moe_lb.aot.collectives import axes_of, collectives
-from jax_moe_lb.aot.hlo import Instruction, parse_module
+from jax_moe_lb.aot.hlo import Instruction
 from jax_moe_lb.aot.memory import MemoryTraffic
-from tests.aot.programs import SIZES
+from tests.aot.programs import SIZES, module_of
 
 
 def test_kinds_axes_and_bytes(exchanging):
@@ -66,19 +66,14 @@ def test_other_groups():
 
 SCHEDULED = """
 %sum (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
   ROOT %add = f32[] add(%a, %b)
 }
 
 %wrapped (q: f32[1024,1024]) -> f32[128,1024] {
-  %q = f32[1024,1024]{1,0} parameter(0)
   ROOT %rs = f32[128,1024]{1,0} reduce-scatter(%q), replica_groups=[1,8]<=[8], dimensions={0}, to_apply=%sum
 }
 
 ENTRY %main (x: f32[1024,1024], n: s32[8]) -> f32[1024,1024] {
-  %x = f32[1024,1024]{1,0} parameter(0)
-  %n = s32[8]{0} parameter(1)
   %start = ((f32[1024,1024]{1,0}, f32[1024,1024]{1,0}), f32[1024,1024]{1,0}) ragged-all-to-all-start(%x, %x, %n, %n, %n, %n), replica_groups=[1,8]<=[8]
   %small = s32[8]{0} negate(%n)
   %large = f32[1024,1024]{1,0} sine(%x)
@@ -95,7 +90,7 @@ ENTRY %main (x: f32[1024,1024], n: s32[8]) -> f32[1024,1024] {
 
 
 def test_exchanges_have_axes_bytes_and_what_runs_beside_them():
-    module = parse_module(SCHEDULED)
+    module = module_of(SCHEDULED)
     found = collectives(module, {"expert": 8}, MemoryTraffic(module).nbytes)
     # A small operation or another exchange hides none, and an operation that ends at once is synchronous.
     assert {one.kind: (one.over, one.asynchronous, one.axes) for one in found} == {

@@ -3,12 +3,11 @@
 import pytest
 
 from jax_moe_lb.aot.execution_counts import rounds_of, with_counted_loops
-from jax_moe_lb.aot.hlo import parse_module
+from tests.aot.programs import module_of
 
 PROGRAM = """HloModule counting
 
 %body (state: (s32[], f32[4])) -> (s32[], f32[4]) {{
-  %state = (s32[], f32[4]) parameter(0)
   %step = s32[] constant({step})
   %i = s32[] get-tuple-element(%state), index=0
   %copy.1 = s32[]{{:T(128)S(6)}} copy(%i)
@@ -18,15 +17,12 @@ PROGRAM = """HloModule counting
 }}
 
 %condition (state.1: (s32[], f32[4])) -> pred[] {{
-  %state.1 = (s32[], f32[4]) parameter(0)
   %stop = s32[] constant({stop})
   %i.1 = s32[] get-tuple-element(%state.1), index={index}
   ROOT %goes_on = pred[] compare(%i.1, %stop), direction={direction}
 }}
 
 ENTRY %main (x.1: f32[4], n: s32[]) -> (s32[], f32[4]) {{
-  %x.1 = f32[4] parameter(0)
-  %n = s32[] parameter(1)
   %zero = s32[] constant({start})
   %copy.2 = s32[] copy(%{first})
   %begin = (s32[], f32[4]) tuple(%copy.2, %x.1)
@@ -53,7 +49,7 @@ USUAL = {"start": 0, "stop": 6, "step": 1, "index": 0, "direction": "LT", "first
     ids=str,
 )
 def test_rounds_are_read_off_the_condition(case, rounds):
-    module = with_counted_loops(parse_module(PROGRAM.format(**USUAL | case)))
+    module = with_counted_loops(module_of(PROGRAM.format(**USUAL | case)))
     loop = module.computations["main"].root
     # Without the compiler's own count, a host may wait in the loop.
     assert (loop.counted, loop.trips) == (rounds, None)
@@ -62,5 +58,5 @@ def test_rounds_are_read_off_the_condition(case, rounds):
 
 def test_what_the_compiler_says_counts_first():
     known = PROGRAM.replace("body=%body", 'body=%body, backend_config={{"known_trip_count":{{"n":"3"}}}}')
-    loop = with_counted_loops(parse_module(known.format(**USUAL))).computations["main"].root
+    loop = with_counted_loops(module_of(known.format(**USUAL))).computations["main"].root
     assert (loop.counted, loop.trips, rounds_of(loop)) == (None, 3, 3)

@@ -3,9 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from jax_moe_lb.aot.hlo import parse_module
 from jax_moe_lb.aot.memory import peak_buffers, temporary_bytes
-from tests.aot.programs import compiled_here
+from tests.aot.programs import compiled_here, module_of
 
 
 def listed(program, fast_spaces=frozenset()):
@@ -35,7 +34,6 @@ def test_they_sum_to_the_peak(tmp_path):
 
 LOOP = """
 %body (state: (s32[], f32[64])) -> (s32[], f32[64]) {
-  %state = (s32[], f32[64]{0}) parameter(0)
   %held = f32[64]{0} get-tuple-element(%state), index=1
   %kept = f32[64]{0} copy(%held)
   %count = s32[] get-tuple-element(%state), index=0
@@ -43,8 +41,6 @@ LOOP = """
 }
 
 ENTRY %main (n: s32[], x: f32[64]) -> f32[64] {
-  %n = s32[] parameter(0)
-  %x = f32[64]{0} parameter(1)
   %made = f32[64]{0} sine(%x), metadata={op_name="jit(f)/before/sin" source_file="a.py" source_line=3}
   %start = (s32[], f32[64]{0}) tuple(%n, %made)
   %while = (s32[], f32[64]{0}) while(%start), condition=%c, body=%body
@@ -71,7 +67,7 @@ LIVE_RANGES = """
 
 
 def test_the_state_of_a_loop_is_traced_to_what_made_it():
-    found = peak_buffers(parse_module(LOOP), LIVE_RANGES, ASSIGNMENT, frozenset({5}))
+    found = peak_buffers(module_of(LOOP), LIVE_RANGES, ASSIGNMENT, frozenset({5}))
     assert [one.name for one in found] == ["state{1}", "kept"]
     assert {(one.holds, one.source, one.shape) for one in found} == {("before/sin", "a.py:3", "f32[64]")}
 

@@ -3,9 +3,8 @@
 import jax.numpy as jnp
 
 from jax_moe_lb.aot.execution_counts import total
-from jax_moe_lb.aot.hlo import parse_module
 from jax_moe_lb.aot.memory import MemoryTraffic
-from tests.aot.programs import compiled_here
+from tests.aot.programs import compiled_here, module_of
 
 KB = 1024
 
@@ -35,44 +34,30 @@ def test_a_loop_moves_as_often_as_it_runs(exchanging):
 
 TEXT = """
 %update (big: f32[1024,256], rows: f32[1,256], at: s32[]) -> f32[1024,256] {
-  %big = f32[1024,256]{1,0} parameter(0)
-  %rows = f32[1,256]{1,0} parameter(1)
-  %at = s32[] parameter(2)
   %zero = s32[] constant(0)
   ROOT %dus = f32[1024,256]{1,0} dynamic-update-slice(%big, %rows, %at, %zero)
 }
 
 %nested (n: f32[1024,256], i: s32[]) -> f32[1,256] {
-  %n = f32[1024,256]{1,0} parameter(0)
-  %i = s32[] parameter(1)
   %none = s32[] constant(0)
   ROOT %pick = f32[1,256]{1,0} dynamic-slice(%n, %i, %none), dynamic_slice_sizes={1,256}
 }
 
 %picks (p: f32[1024,256], j: s32[]) -> f32[1,256] {
-  %p = f32[1024,256]{1,0} parameter(0)
-  %j = s32[] parameter(1)
   %c = bf16[1024,256]{1,0} convert(%p)
   ROOT %inner = f32[1,256]{1,0} fusion(%p, %j), kind=kLoop, calls=%nested
 }
 
 %later (a: f32[1024,256], b: f32[1,256], d: s32[]) -> f32[1024,256] {
-  %a = f32[1024,256]{1,0} parameter(0)
-  %b = f32[1,256]{1,0} parameter(1)
-  %d = s32[] parameter(2)
   ROOT %updated = f32[1024,256]{1,0} fusion(%a, %b, %d), kind=kLoop, calls=%update
 }
 
 %hands_on (h: f32[1024,256]) -> bf16[256,1024] {
-  %h = f32[1024,256]{1,0} parameter(0)
   %narrow = bf16[1024,256]{1,0} convert(%h)
   ROOT %turned = bf16[256,1024]{1,0} transpose(%narrow), dimensions={1,0}
 }
 
 ENTRY %main (x: f32[1024,256], r: f32[1,256], k: s32[]) -> f32[1024,256] {
-  %x = f32[1024,256]{1,0} parameter(0)
-  %r = f32[1,256]{1,0} parameter(1)
-  %k = s32[] parameter(2)
   %in_place = f32[1024,256]{1,0} fusion(%x, %r, %k), kind=kLoop, calls=%update
   %start = ((f32[1024,256], f32[1,256], s32[]), f32[1024,256]{1,0}, u32[]) async-start(%x, %r, %k), calls=%later
   %short = ((f32[1024,256], f32[1,256], s32[]), f32[1024,256]{1,0}, u32[]) fusion-start(%x, %r, %k), calls=%update
@@ -93,7 +78,7 @@ ENTRY %main (x: f32[1024,256], r: f32[1,256], k: s32[]) -> f32[1024,256] {
 
 
 def test_operations_move_what_they_read_and_write():
-    module = parse_module(TEXT)
+    module = module_of(TEXT)
     moved = {cost.instruction.name: cost.amount for cost in MemoryTraffic(module, frozenset({1})).costs()}
     # An update reads and writes the row, and reads the index; beside other work it counts at the end.
     update = 2 * KB + 4

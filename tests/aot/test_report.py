@@ -14,13 +14,15 @@ from rich.console import Console
 from jax_moe_lb.aot import LayerSizes, Target, print_report, write_timeline
 from jax_moe_lb.aot.compile import read_report
 from jax_moe_lb.cli import main
-from tests.aot.programs import make_mesh
+from tests.aot.programs import SIZES
+from tests.layer_cases import make_mesh
 
 
 @pytest.fixture(scope="module")
 def report(exchanging):
     target = Target.parse("h100:1x8")
-    return read_report(target, exchanging.compiled, make_mesh(), exchanging.folder, 2 * 16**3, 1.5)
+    mesh = make_mesh(tuple(SIZES.values()), tuple(SIZES))
+    return read_report(target, exchanging.compiled, mesh, exchanging.folder, 2 * 16**3, 1.5)
 
 
 def test_json_has_what_is_promised(report):

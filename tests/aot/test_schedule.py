@@ -7,6 +7,7 @@ import pytest
 
 from jax_moe_lb.aot.execution_counts import Launches, launches
 from jax_moe_lb.aot.schedule import Kind, Loop, stage_of
+from tests.aot.programs import thunk_names
 from tests.aot.scheduled import GROUPS, LISTS, TEXT, schedule
 
 
@@ -75,13 +76,11 @@ def test_the_most_expensive_branch_is_scheduled(name):
     line = {"often": often, "sends": sends}[name]
     branches = f"""
 %costly (v: f32[1024,256]) -> f32[1024,256] {{
-  %v = f32[1024,256]{{1,0}} parameter(0)
   {line}
   ROOT %same = f32[1024,256]{{1,0}} bitcast(%v)
 }}
 
-%cheap (w: f32[1024,256]) -> f32[1024,256] {{
-  %v = f32[1024,256]{{1,0}} parameter(0)
+%cheap (v: f32[1024,256]) -> f32[1024,256] {{
   %few = f32[1024,256]{{1,0}} sine(%v)
   ROOT %more = f32[1024,256]{{1,0}} sine(%few)
 }}
@@ -100,10 +99,7 @@ THUNKS = """000: kCommandBuffer [source]
 004: kCustomCall [source]
 005: kWhile [source]
 """
-NAMES = "".join(
-    f'thunk_metadata {{ thunk_info {{ profile_annotation: "{name}"\n thunk_id: {number} }} }}\n'
-    for number, name in enumerate(("counts", "shared", "shared", "planned", "rounds"), 1)
-)
+NAMES = thunk_names({1: "counts", 2: "shared", 3: "shared", 4: "planned", 5: "rounds"})
 
 
 def test_launches_are_counted_by_instruction():
@@ -129,7 +125,6 @@ def test_an_asynchronous_custom_call_keeps_its_stream():
 
 
 PLANNER = """%planner (g: s32[128]) -> s32[128] {
-  %g = s32[128]{0} parameter(0)
   ROOT %plan = s32[128]{0} custom-call(%g), custom_call_target="moe_lb_plan_exact"
 }
 
@@ -157,9 +152,6 @@ def test_a_schedule_is_json():
 
 OWN_CALLS = """
 ENTRY %main (w: bf16[2,256,128], p: s32[8,3], x: bf16[640,256]) -> s32[2] {
-  %w = bf16[2,256,128]{2,1,0} parameter(0)
-  %p = s32[8,3]{1,0} parameter(1)
-  %x = bf16[640,256]{1,0} parameter(2)
   %post = (s32[2]{0}, bf16[1,256,128]{2,1,0}) custom-call(%p, %w), custom_call_target="moe_lb_copy_post", metadata={op_name="f/plan/ffi_call"}
   %slots = bf16[1,256,128]{2,1,0} get-tuple-element(%post), index=1
   %both = (s32[8,3]{1,0}, s32[2]{0}) custom-call(%p, %w, %slots, %x), custom_call_target="moe_lb_plan_feplb_and_copy", metadata={op_name="f/plan/ffi_call"}
@@ -188,8 +180,6 @@ def test_planners_and_copies_of_this_package():
 
 DOTS = """
 ENTRY %main (x: f32[64,32], w: f32[32,16]) -> f32[64,16] {
-  %x = f32[64,32]{1,0} parameter(0)
-  %w = f32[32,16]{1,0} parameter(1)
   %exact = f32[64,16]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}, operand_precision={highest,highest}
   ROOT %terms = f32[64,16]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}, algorithm=dot_bf16_bf16_f32_x6
 }

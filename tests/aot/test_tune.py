@@ -6,15 +6,14 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
-from jax.sharding import AxisType
 from rich.console import Console
 
-from jax_moe_lb import Buffers, ExpertConfig, MoE, TopK, exact
+from jax_moe_lb import Buffers, exact
 from jax_moe_lb.aot import Target, print_tuned, tune
 from jax_moe_lb.aot.compiler_options import LATENCY_HIDING
 from jax_moe_lb.aot.layer import LayerProgram
 from jax_moe_lb.transport import Direct, Once, Saved
+from tests.layer_cases import make_layer, make_mesh
 
 TOKENS, WIDTH, INNER, EXPERTS = 64, 16, 8, 16
 RANKS = 4
@@ -49,9 +48,7 @@ def costs(system, options):
 
 @pytest.fixture
 def layer():
-    mesh = jax.make_mesh((RANKS,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:RANKS])
-    system = exact(2, dispatch="direct")
-    return MoE(WIDTH, EXPERTS, TopK(2), mesh=mesh, system=system, experts=ExpertConfig(INNER), rngs=nnx.Rngs(0))
+    return make_layer(make_mesh((RANKS,), ("expert",)), exact(2, dispatch="direct"), (WIDTH, EXPERTS, INNER))
 
 
 @pytest.fixture(params=["h100:1x4", "v5e:2x2"])

@@ -3,7 +3,7 @@
 import pytest
 
 from jax_moe_lb.aot.execution_counts import answers_from_host, host_waits, parse_thunks, planners_on_host
-from jax_moe_lb.aot.hlo import parse_module
+from tests.aot.programs import module_of, thunk_names
 
 # XLA's format, shortened: a loop of unknown length with a nested condition, a loop of known length, and a graph with a
 # condition.
@@ -39,38 +39,9 @@ condition:
         031: kCopy [source | sink] kCopy
 """  # noqa: W291 (XLA's spaces)
 
-METADATA = """\
-thunk_metadata {
-  thunk_info {
-    profile_annotation: "copy.1"
-    thunk_id: 1
-  }
-  thunk_kind: "kCopy"
-}
-thunk_metadata {
-  thunk_info {
-    profile_annotation: "while.1"
-    thunk_id: 4
-  }
-  thunk_kind: "kWhile"
-}
-thunk_metadata {
-  thunk_info {
-    profile_annotation: "while.2"
-    thunk_id: 13
-  }
-}
-thunk_metadata {
-  thunk_info {
-    profile_annotation: "while.3"
-    thunk_id: 21
-  }
-}
-"""
-
+METADATA = thunk_names({1: "copy.1", 4: "while.1", 13: "while.2", 21: "while.3"})
 MODULE = """
 ENTRY %main (x: s32[]) -> s32[] {{
-  %x = s32[] parameter(0)
   %while.1 = s32[] while(%x), condition=%c, body=%b, metadata={{op_name="{scope}/while"}}
   %while.2 = s32[] while(%x), condition=%c, body=%b
   ROOT %while.3 = s32[] while(%x), condition=%c, body=%b, backend_config={{"known_trip_count":{{"n":"5"}}}}
@@ -80,7 +51,6 @@ ENTRY %main (x: s32[]) -> s32[] {{
 # A loop whose body calls the host, between sends to the host and to another device.
 CALLBACK = """
 %b (p: s32[]) -> s32[] {
-  %p = s32[] parameter(0)
   %sent = token[] send-done(%p), channel_id=1, is_host_transfer=true
   %received = (s32[], token[]) recv-done(%sent), channel_id=2, is_host_transfer=true
   %passed = (s32[], token[]) recv-done(%sent), channel_id=3
@@ -88,7 +58,6 @@ CALLBACK = """
 }
 
 ENTRY %main (x: s32[]) -> s32[] {
-  %x = s32[] parameter(0)
   ROOT %while.1 = s32[] while(%x), body=%b, backend_config={"known_trip_count":{"n":"5"}}
 }
 """
@@ -123,23 +92,21 @@ UNKNOWN = 2 + 1 + 2
     ],
 )
 def test_waits_of_loops_and_branches(scope, sequence, metadata, waits):
-    assert host_waits(parse_module(MODULE.format(scope=scope)), sequence, metadata) == waits
+    assert host_waits(module_of(MODULE.format(scope=scope)), sequence, metadata) == waits
 
 
 def test_a_tpu_waits_for_each_answer_of_the_host():
-    assert answers_from_host(parse_module(CALLBACK)) == 5
-    assert answers_from_host(parse_module(MODULE.format(scope="others"))) == 0
+    assert answers_from_host(module_of(CALLBACK)) == 5
+    assert answers_from_host(module_of(MODULE.format(scope="others"))) == 0
 
 
 # Planners in a loop of two rounds and outside of it: in host functions, in a kernel, and beside the device.
 PLANNERS = """
 %b (p: s32[]) -> s32[] {
-  %p = s32[] parameter(0)
   ROOT %planned = s32[] custom-call(%p), custom_call_target="moe_lb_plan_relay"
 }
 
 ENTRY %main (x: s32[]) -> s32[] {
-  %x = s32[] parameter(0)
   %exact = s32[] custom-call(%x), custom_call_target="moe_lb_plan_exact"
   %kernel = s32[] custom-call(%exact), custom_call_target="moe_lb_plan_exact_kernel"
   %beside = s32[] custom-call(%kernel), custom_call_target="moe_lb_plan_feplb_and_copy"
@@ -149,6 +116,6 @@ ENTRY %main (x: s32[]) -> s32[] {
 
 
 def test_planners_in_host_functions_are_waits():
-    module = parse_module(PLANNERS)
+    module = module_of(PLANNERS)
     assert planners_on_host(module) == 2 + 1
     assert host_waits(module, "001: kCustomCall [source | sink] call\n", "") == 2 + 1
