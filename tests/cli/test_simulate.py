@@ -283,53 +283,36 @@ def test_a_step_in_the_file_of_the_model_is_noted(capsys, config, tmp_path):
     assert last.startswith("error: --trace is none.npy")
 
 
-BOTH = ("config.yaml", "config.yaml")
+BOTH = "advise config.yaml config.yaml"
 FILES = {
-    ("simulate", "h100"): "near ones are h100_node, ",
-    ("simulate", "none.yaml"): "No such file",
-    ("simulate", "many.yaml"): "replica_slots is 100; expected at most 6",
-    ("simulate", "cluster.yaml"): "has no model",
-    (
-        "simulate",
-        "deepseek_v3",
-    ): "CONFIG deepseek_v3 has no cluster; expected a .yaml file with it, or one of the presets cpu",
-    (
-        "simulate",
-        "config.yaml",
-        "--trace",
-        "others.npy",
-    ): "has 4 ranks and 16 experts; expected the cluster's 4 ranks and the model's 8 experts",
-    ("advise", *BOTH, "--trace", "flat.npy"): "counts has shape (4,)",
-    (
-        "advise",
-        *BOTH,
-        "--replica-slots",
-        "7",
-    ): "--replica-slots is 7; expected at most 6, the experts without a home on the rank",
-    ("advise", *BOTH, "--ratio", "0.5"): "--ratio is '0.5'; expected a number, at least 1",
-    ("advise", *BOTH, "--trace", "flat.npy", "--tokens", "9"): "--tokens is '9'; expected none beside --trace",
-    ("advise", "zz", "config.yaml"): "MODEL is 'zz'",
+    "simulate h100": "near ones are h100_node, ",
+    "simulate none.yaml": "No such file",
+    "simulate many.yaml": "replica_slots is 100; expected at most 6",
+    "simulate cluster.yaml": "has no model",
+    "simulate deepseek_v3": "deepseek_v3 has no cluster; expected a .yaml file with it, or one of the presets cpu",
+    "simulate config.yaml --trace others.npy": "has 4 ranks and 16 experts; expected the cluster's 4 ranks and the "
+    "model's 8 experts",
+    f"{BOTH} --trace flat.npy": "counts has shape (4,)",
+    f"{BOTH} --replica-slots 7": "--replica-slots is 7; expected at most 6, the experts without a home on the rank",
+    f"{BOTH} --ratio 0.5": "--ratio is '0.5'; expected a number, at least 1",
+    f"{BOTH} --trace flat.npy --tokens 9": "--tokens is '9'; expected none beside --trace",
+    "advise zz config.yaml": "MODEL is 'zz'",
     # Before a search of minutes, or the first input.
-    ("advise", "zz", "zz", "--out", "no/layer.py"): "--out is no/layer.py: No such file or directory; expected a",
-    ("simulate", "zz", "--png", "."): "--png is .: Is a directory; expected a writable file",
-    (
-        "advise",
-        "nvl72",
-        "mixtral_8x7b",
-    ): "CLUSTER mixtral_8x7b has no cluster; expected a .yaml file with it, or one of",
-    ("calibrate", "."): "OUT is",
-    ("calibrate", "out.yaml", "--ranks", "1"): "--ranks is '1'; expected an integer, from 2 to 256",
+    "advise zz zz --out no/layer.py": "--out is no/layer.py: No such file or directory; expected a",
+    "simulate zz --png .": "--png is .: Is a directory; expected a writable file",
+    "advise nvl72 mixtral_8x7b": "CLUSTER mixtral_8x7b has no cluster; expected a .yaml file with it, or one of",
+    "calibrate .": "OUT is",
+    "calibrate out.yaml --ranks 1": "--ranks is '1'; expected an integer, from 2 to 256",
 }
-TOGETHER = "must be given together, with I at most N"
 JOINS = ("--coordinator h:1", "--processes 2", "--coordinator h:1 --processes 2 --process 3")
-FILES |= {("calibrate", "out.yaml", *words.split()): TOGETHER for words in JOINS}
+FILES |= {f"calibrate out.yaml {words}": "must be given together, with I at most N" for words in JOINS}
 
 
-@pytest.mark.parametrize("argv", FILES, ids=" ".join)
-def test_bad_files(capsys, config, argv, tmp_path, monkeypatch):
+@pytest.mark.parametrize("words", FILES)
+def test_bad_files(capsys, config, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "many.yaml").write_text(CONFIG + "replica_slots: 100\n")
     (tmp_path / "cluster.yaml").write_text(re.sub("(?m)^model: .*$", "", CONFIG))
     np.save(tmp_path / "others.npy", np.ones((4, 16), int))
     np.save(tmp_path / "flat.npy", np.ones(4, int))
-    assert FILES[argv] in refusal(capsys, *argv)
+    assert FILES[words] in refusal(capsys, *words.split())
