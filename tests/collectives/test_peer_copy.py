@@ -68,8 +68,8 @@ def sum_of(slots, wanted, how=add_copies_at_home, num_experts=HOME, route=ROUTE)
     return rounded(how(zero_sums((slots,), num_experts), (slots,), wanted, HOME, route), (slots,))[0]
 
 
-def over_ranks(function, in_specs=(SPEC, ALL), mesh=MESH, **options):
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=SPEC, **options))
+def over_ranks(function, in_specs=(SPEC, ALL), mesh=MESH, out_specs=SPEC, **options):
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options))
 
 
 def copy(home, wanted):
@@ -82,9 +82,6 @@ def loss_and_copies(home, wanted, target):
         return sum((slot * t).sum() for slot, t in zip(jax.tree.leaves(slots), jax.tree.leaves(target), strict=True))
 
     return jax.grad(loss)(home)
-
-
-# ---- values and gradients ---------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -195,27 +192,6 @@ def test_one_device_can_hold_all_ranks():
     np.testing.assert_array_equal(pulled, gradients["up"])
 
 
-# ---- relays -----------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_chain_of_relays_brings_the_same_bytes():
-    """Expert 0 passes through all ranks, 100 bytes at a time."""
-    wanted = jnp.asarray([[-1, 4], *[[0, -1]] * 7], jnp.int32)
-    relay = jnp.asarray([[-1, -1], *[[rank, -1] for rank in range(7)]], jnp.int32)
-    route = Route(("expert",), timeout_s=20.0, chunk_bytes=100)
-    home = draw((RANKS * HOME, 50, 7))
-    run = over_ranks(lambda h, w, r: copy_expert_weights(h, w, r, route=route), (SPEC, ALL, ALL))
-    np.testing.assert_array_equal(run(home, wanted, relay), expected(home, wanted))
-    gradients = over_ranks(
-        lambda h, w, r: jax.grad(lambda h: copy_expert_weights(h, w, r, route=route).sum())(h), (SPEC, ALL, ALL)
-    )(home, wanted, relay)
-    np.testing.assert_array_equal(gradients[0], np.full((50, 7), 7.0))
-
-
-# ---- transformations ----------------------------------------------------------------
-
-
 @pytest.mark.slow
 @parametrize(
     "axis_type, check_vma",
@@ -235,15 +211,9 @@ def test_groups_side_by_side_have_tables_of_their_own(axis_type, check_vma):
 
     gradient_spec = PartitionSpec("expert") if check_vma else PartitionSpec(("data", "expert"))
     specs = (PartitionSpec("expert"), PartitionSpec("data"), PartitionSpec("data", "expert"))
-    run = jax.shard_map(
-        one_rank,
-        mesh=mesh,
-        in_specs=specs,
-        out_specs=(PartitionSpec("data", "expert"), gradient_spec),
-        check_vma=check_vma,
-    )
+    run = over_ranks(one_rank, specs, mesh, (PartitionSpec("data", "expert"), gradient_spec), check_vma=check_vma)
     args = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip((home, tables, target), specs, strict=True)]
-    slots, gradients = jax.tree.map(np.asarray, jax.jit(run)(*args))
+    slots, gradients = jax.tree.map(np.asarray, run(*args))
     sums = []
     for group in range(2):
         np.testing.assert_array_equal(slots[group], expected(home, tables[group]))
@@ -258,15 +228,8 @@ def test_groups_side_by_side_have_tables_of_their_own(axis_type, check_vma):
 def test_vmap_copies_one_after_the_other():
     home = jnp.stack([weights()["up"], 2 * weights()["up"]])
     wanted = jnp.stack([TABLES["any"], TABLES["own home experts"]])
-    run = jax.jit(
-        jax.shard_map(
-            jax.vmap(copy),
-            mesh=MESH,
-            in_specs=(PartitionSpec(None, "expert"), ALL),
-            out_specs=PartitionSpec(None, "expert"),
-        )
-    )
-    slots = run(home, wanted)
+    stacked = PartitionSpec(None, "expert")
+    slots = over_ranks(jax.vmap(copy), (stacked, ALL), out_specs=stacked)(home, wanted)
     for i in range(2):
         np.testing.assert_array_equal(slots[i], expected(home[i], wanted[i]))
 
@@ -276,9 +239,6 @@ def test_sums_of_more_replicas_than_a_legal_plan_has_are_no_numbers():
     sums = over_ranks(functools.partial(sum_of, how=add_pulled))(slots, wanted)
     assert np.isnan(sums[4]).all()
     assert not np.asarray(sums)[[0, 1, 2, 3, *range(5, RANKS * HOME)]].any()
-
-
-# ---- invalid inputs ---------------------------------------------------------------
 
 
 def bad(entry, wanted=None, relay=None):
@@ -368,9 +328,6 @@ def test_shapes_that_do_not_fit_are_refused_when_traced(home, wanted, message):
         over_ranks(copy)(jnp.zeros((home[0] * RANKS, home[1])), jnp.zeros(wanted, jnp.int32))
 
 
-# ---- the pair -----------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_work_between_start_and_join_runs_while_a_rank_is_late():
     """Rank 0 is delayed until all others have done the work after `start`."""
@@ -399,7 +356,7 @@ def test_work_between_start_and_join_runs_while_a_rank_is_late():
             tail = jnp.cumsum(tail, 1)
         return slots, done, tail
 
-    run = jax.jit(jax.shard_map(one_rank, mesh=MESH, in_specs=(SPEC, SPEC), out_specs=SPEC, check_vma=False))
+    run = over_ranks(one_rank, (SPEC, SPEC), check_vma=False)
     home, x = draw((RANKS * HOME, 300)), draw((RANKS, 500))
     # A compiled program is printed in execution order, so this checks the position of the work after `start`.
     lines = run.lower(home, x).compile().as_text().splitlines()
@@ -454,9 +411,6 @@ def test_memory_stays_flat():
 def resident_bytes():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
-
-
-# ---- lowering for a GPU ---------------------------------------------------------------
 
 
 def test_lowering_for_cuda():
