@@ -307,15 +307,16 @@ def a_rank(in_specs=PartitionSpec("expert"), around=True, **changes):
 
     args = jnp.ones((32, 8)), jnp.ones((8, 4)), experts
     if not around:
-        return one_rank(*args[:2], jax.tree.map(lambda leaf: leaf[:2], experts))
+        # Such a call usually has the experts of all ranks; the error names the call.
+        return one_rank(*args)
     specs = (in_specs, whole, PartitionSpec("expert"))
     return jax.eval_shape(jax.shard_map(one_rank, mesh=mesh, in_specs=specs, out_specs=in_specs), *args)
 
 
-def with_experts(dtype=jnp.float32, **shapes):
-    """Return the parameters of a rank with arrays of experts of other shapes."""
-    arrays = {name: jnp.ones(shape) for name, shape in ({"up": (2, 8, 4), "down": (2, 4, 8)} | shapes).items()}
-    return MoEParams(jnp.ones((8, 4)), Experts(**jax.tree.map(lambda array: array.astype(dtype), arrays)))
+def with_experts(dtype=jnp.float32, kernel=(8, 4), **shapes):
+    """Return the parameters of a rank with arrays of other shapes."""
+    shapes = {"up": (2, 8, 4), "down": (2, 4, 8)} | shapes
+    return MoEParams(jnp.ones(kernel), Experts(**{name: jnp.ones(shape, dtype) for name, shape in shapes.items()}))
 
 
 @dataclasses.dataclass
@@ -331,8 +332,9 @@ def routed(experts):
     return lambda x, b, i: routing.Routing(experts, jnp.ones(experts.shape), x, x)
 
 
-def rules(embed, mlp):
-    return ("exp", "expert"), ("embed", embed), ("mlp", mlp)
+def split(embed, mlp):
+    """Return a mesh and the rules of a layer."""
+    return {"mesh": FSDP, "rules": (("exp", "expert"), ("embed", embed), ("mlp", mlp))}
 
 
 def planned(counts, slots=None):
@@ -340,7 +342,10 @@ def planned(counts, slots=None):
 
 
 COUNTS = np.ones((2, 4), np.int32)
-FSDP = make_mesh((2, 2), ("data", "expert"))
+TWO, FOUR = (make_mesh((size,), ("expert",)) for size in (2, 4))
+FSDP, OTHER = (make_mesh((2, 2), ("data", name)) for name in ("expert", "ep"))
+LINEAR = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+PAIRS = jnp.ones((64, 2), jnp.int32)
 ROUTERS = [TopK(17), routing.ForceBalanced(TopK(17)), routing.NoisyTopK(TopK(17)), routing.HashRouter(17)]
 ROUTERS += [routing.ExpertChoice(17, 20), TopK(9, group_limit=routing.GroupLimit(2, 1))]
 """Routers of more experts than there are."""
@@ -374,38 +379,35 @@ REFUSED = [
     (partial(a_call, experts=jnp.ones((64, 2))), "experts has dtype float32; expected integers"),
     (partial(a_call, experts=jnp.ones((63, 2), int)), "experts has shape (63, 2); expected [64, K]"),
     (partial(a_call, experts=jnp.ones((64, 3), int)), "experts has K = 3; expected 2, as the router"),
-    (
-        partial(a_call, experts=jnp.ones((64, 2), int), weights=jnp.ones(64)),
-        "weights has shape (64,); expected [64, K]",
-    ),
+    (partial(a_call, experts=PAIRS, weights=jnp.ones(64)), "weights has shape (64,); expected [64, K]"),
     (partial(a_call, key=0), "key is 0; expected a random key"),
     (partial(a_call, key=jnp.ones(2)), "key is Array"),
     (partial(a_call, key=jax.random.split(jax.random.key(0), 2)), "key is Array"),
     (partial(a_call, segments=jnp.ones(64), num_segments=1), "segments has dtype float32; expected integers"),
     (
-        partial(a_call, experts=jnp.full((64, 2), 2**32 - 1, jnp.uint32)),
+        partial(a_call, experts=(PAIRS - 2).astype("uint32")),
         "expert ids of rank 0 include 2147483647 (32 bad ones); expected 0 to 15",
     ),
     (partial(a_layer, topology=Topology.flat(4)), "topology has no expert_axes; expected one made by"),
     (
-        partial(a_layer, topology=Topology.from_mesh(make_mesh((4,), ("other",)), "other")),
-        "topology names axis 'other'; expected an axis of the mesh",
+        partial(a_layer, topology=Topology.from_mesh(OTHER, "ep")),
+        "topology names axis 'ep'; expected an axis of the mesh",
     ),
     (
-        partial(a_layer, topology=Topology.from_mesh(make_mesh((2,), ("expert",)))),
+        partial(a_layer, topology=Topology.from_mesh(TWO)),
         "topology has 2 ranks; expected the 4 of mesh axes ('expert',)",
     ),
     (
-        partial(a_layer, embed_dim=7, mesh=FSDP, rules=rules("data", None)),
+        partial(a_layer, embed_dim=7, **split("data", None)),
         "rules split axis 'embed' of size 7 over ('data',); expected a multiple of 2",
     ),
     (
-        partial(a_layer, experts=ExpertConfig(7), mesh=FSDP, rules=rules(None, "data")),
+        partial(a_layer, experts=ExpertConfig(7), **split(None, "data")),
         "rules split axis 'mlp' of size 7 over ('data',); expected a multiple of 2",
     ),
-    (partial(a_layer, mesh=FSDP, rules=rules(3, None)), "rules has ('embed', 3); expected pairs of a logical"),
+    (partial(a_layer, **split(3, None)), "rules has ('embed', 3); expected pairs of a logical"),
     (
-        partial(a_layer, mesh=make_mesh((2, 2), ("data", "ep"))),
+        partial(a_layer, mesh=OTHER),
         "mesh has the axes ('data', 'ep'); expected the axis 'expert', or topology=Topology.from_mesh(mesh, 'ep') with",
     ),
     (partial(a_rank, around=False), "topology has the axes ('expert', 'tensor'); expected axes of"),
@@ -415,11 +417,11 @@ REFUSED = [
     (partial(a_rank, params=lambda: jnp.ones((8, 4))), "params is "),
     (partial(a_rank, tokens=lambda: jnp.ones(16, bool)), "tokens is "),
     (
-        partial(a_rank, params=lambda: MoEParams(jnp.ones((8, 6)), Experts(jnp.ones((2, 8, 4)), jnp.ones((2, 4, 8))))),
+        partial(a_rank, params=partial(with_experts, kernel=(8, 6))),
         "experts holds 2 experts on each of 2 ranks; expected 6 in all",
     ),
     (
-        partial(a_rank, params=lambda: MoEParams(jnp.ones((8, 4)), Experts(jnp.ones((2, 5, 4)), jnp.ones((2, 4, 5))))),
+        partial(a_rank, params=partial(with_experts, up=(2, 5, 4), down=(2, 4, 5))),
         "x has width 8 and experts.up 5; expected 8, as in the router's kernel",
     ),
     *(
@@ -431,6 +433,7 @@ REFUSED = [
         "params.experts.up has dtype bfloat16; expected float32, as x",
     ),
     (partial(a_rank, x=jnp.ones((2, 8, 8))), "x has shape (2, 8, 8); expected [T, H]"),
+    (partial(a_rank, x=jnp.ones((16, 8), "float16")), "x has dtype float16; expected bfloat16, float32 or float64"),
     (partial(a_rank, tokens=lambda: TokenInfo(jnp.ones(15, bool))), "tokens.mask has shape (15,); expected [16"),
     (partial(a_rank, tokens=lambda: TokenInfo(jnp.ones(16))), "tokens.mask has dtype float32; expected bool"),
     (partial(a_rank, tokens=lambda: TokenInfo(position=jnp.ones(15, int))), "tokens.position has shape (15,); expect"),
@@ -439,6 +442,14 @@ REFUSED = [
     (partial(a_rank, tokens=lambda: TokenInfo(ids=jnp.ones(16))), "tokens.ids has dtype float32; expected"),
     (partial(a_rank, state=MoEState(homes=jnp.arange(8))), "state.homes has shape (8,); expected [4]"),
     (partial(a_rank, router=TopK(5)), "router.num_experts_per_tok is 5; expected at most 4"),
+    (
+        partial(a_rank, router=TopK(2, selection_bias=True)),
+        "params.selection_bias is None; expected [E], as router.selection_bias is True",
+    ),
+    (
+        partial(a_rank, router=TopK(2, logit_bias=True)),
+        "params.logit_bias is None; expected [E], as router.logit_bias is True",
+    ),
     (
         partial(a_rank, in_specs=PartitionSpec(("expert", "tensor"))),
         "x differs between shards of ['tensor']; expected equal tokens",
@@ -458,16 +469,16 @@ REFUSED = [
     (lambda: core.needs_more_rounds(None), "stats is None; expected an instance of Stats"),
     (lambda: a_layer(system=systems.two_tier()).update_loads(None), "stats is None; expected an"),
     (lambda: a_layer(router=TopK(2, selection_bias=True)).update_bias(None), "stats is None; expected"),
-    (lambda: balance(None, mesh=make_mesh((2,), ("expert",))), "model is None; expected an instance"),
-    (lambda: balance(jnp.sin, mesh=make_mesh((2,), ("expert",))), "model is <"),
-    (lambda: balance(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), mesh=None), "mesh is None; expected"),
+    (lambda: balance(None, mesh=TWO), "model is None; expected an instance"),
+    (lambda: balance(jnp.sin, mesh=TWO), "model is <"),
+    (lambda: balance(LINEAR, mesh=None), "mesh is None; expected"),
     (
-        lambda: balance(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), mesh=make_mesh((2,), ("expert",))),
+        lambda: balance(LINEAR, mesh=TWO),
         "model is a Linear without MoE blocks; expected one or more of maxtext.layers.moe.RoutedMoE, easydel.",
     ),
-    (lambda: balance(a_layer(), mesh=make_mesh((4,), ("expert",))), "model is a MoE without"),
+    (lambda: balance(a_layer(), mesh=FOUR), "model is a MoE without"),
     (
-        lambda: balance(a_layer(), mesh=make_mesh((4,), ("expert",)), topology=Topology.flat(4)),
+        lambda: balance(a_layer(), mesh=FOUR, topology=Topology.flat(4)),
         "topology has no expert_axes; expected one made by Topology.from_mesh(mesh)",
     ),
     (lambda: core.nearest_first(COUNTS, planned(COUNTS).quota, 2, 2), "rank is 2; expected 0 to 1"),
@@ -502,7 +513,7 @@ def test_arguments_of_functions(call, message, unchecked):
         (None, "an instance of System or a string"),
     ],
 )
-@pytest.mark.parametrize("take", [a_layer, partial(balance, nnx.Linear(2, 2, rngs=nnx.Rngs(0)), mesh=FSDP)])
+@pytest.mark.parametrize("take", [a_layer, partial(balance, LINEAR, mesh=FSDP)])
 def test_an_object_beside_a_system_is_refused_with_the_remedy(take, system, remedy, unchecked):
     with pytest.raises(TypeError, match=f"^system is .*; expected .*{re.escape(remedy)}$"):
         take(system=system)

@@ -179,7 +179,6 @@ def test_relay_and_rails_are_checked():
     ("counts", "message"),
     [
         (np.ones(4, np.int32), r"counts has shape \(4,\); expected \[R, E\]"),
-        (np.ones((4, 8)), r"counts has dtype float64; expected integers"),
         (np.where(np.eye(4, 8, 1, bool), -2, 3), r"counts of rank 0, expert 1 is -2; expected at least 0 tokens"),
         (np.full((4, 8), 2**27), r"counts sum to 4294967296 tokens; expected at most 2147483647"),
     ],
@@ -200,7 +199,6 @@ def test_a_plan_of_negative_counts_is_refused():
     [
         ((4, 6), None, r"num_experts is 6; expected a positive multiple of the 4 ranks"),
         ((4, 0), None, r"num_experts is 0; expected a positive multiple"),
-        ((3, 6), None, r"counts has shape \(3, 6\); expected \[R, E\] with R = 4"),
         ((4, 8), 1, r"slots is 1; expected 2, a rank's home experts, to 8, all experts"),
         ((4, 8), 9, r"slots is 9; expected 2, a rank's home experts, to 8, all experts"),
     ],

@@ -146,22 +146,6 @@ def test_padding_may_hold_anything(padding):
     jax.tree.map(np.testing.assert_array_equal, found, want)
 
 
-def test_tokens_of_another_dtype_are_refused_by_name():
-    case, mesh = Case(), make_mesh((8,), ("expert",))
-    x, *args, _ = case.arguments("zipf", 8)
-    with pytest.raises(ValueError, match="x has dtype float16; expected bfloat16, float32 or float64"):
-        jax.eval_shape(sharded_moe(mesh, Topology.from_mesh(mesh), plain()), x.astype("float16"), *args)
-
-
-def test_a_call_outside_of_shard_map_is_named_before_its_arguments():
-    """Such a call usually has the experts of all ranks, too."""
-    topology = Topology.from_mesh(make_mesh((8,), ("expert",)))
-    params = MoEParams(jnp.ones((4, 16)), Experts(jnp.ones((16, 4, 8)), jnp.ones((16, 8, 4))))
-    message = r"^topology has the axes \('expert',\); expected axes of a jax.shard_map around moe$"
-    with pytest.raises(ValueError, match=message):
-        moe(jnp.ones((16, 4)), params, TopK(2), plain(), topology)
-
-
 @pytest.mark.slow
 @parametrize("system", [feplb()], [greedy(), exact(), rails()], ids=["feplb", "greedy", "exact", "rails"])
 def test_the_whole_layer_lowers_for_a_gpu(system):

@@ -3,31 +3,20 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import PartitionSpec
 
 from jax_moe_lb import (
     Buffers,
     ExpertConfig,
-    Experts,
-    MoEParams,
     Precision,
     SharedExpert,
     TopK,
-    Topology,
     exact,
-    moe,
     plain,
 )
 from jax_moe_lb.routing import ForceBalanced, NoisyTopK, Router
-from jax_moe_lb.transport import Direct, QuantizedTransfer
+from jax_moe_lb.transport import QuantizedTransfer
 from tests.layer_cases import make_layer, make_mesh
 from tests.marks import parametrize
-
-
-def test_a_number_is_no_buffer():
-    # In tests jaxtyping checks the type first.
-    with pytest.raises(TypeError, match="buffers"):
-        Direct(1.05)
 
 
 def test_options_are_hashable_and_equal_in_any_form():
@@ -76,17 +65,3 @@ def test_a_function_is_a_router_with_the_default_options():
     mesh = make_mesh((2,), ("expert",))
     layer = make_layer(mesh, "exact", router=TopK(2).__call__)
     assert (layer.bias, layer.kernel_bias) == (None, None)
-
-
-@pytest.mark.parametrize("name", ["selection_bias", "logit_bias"])
-def test_biases_that_the_router_requires_are_required(name):
-    mesh = make_mesh((2,), ("expert",))
-    topology, ranks = Topology.from_mesh(mesh), PartitionSpec("expert")
-    params = MoEParams(jnp.zeros((6, 4)), Experts(jnp.zeros((2, 6, 2)), jnp.zeros((2, 2, 6))))
-
-    def one_rank(x):
-        return moe(x, params, TopK(2, **{name: True}), plain(), topology)[0]
-
-    run = jax.shard_map(one_rank, mesh=mesh, in_specs=ranks, out_specs=ranks)
-    with pytest.raises(ValueError, match=rf"params.{name} is None; expected \[E\], as router.{name} is True"):
-        jax.eval_shape(run, jnp.zeros((8, 6)))
