@@ -45,6 +45,7 @@ QUICKLY = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passe
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICKLY}".strip()
 
 from jax_moe_lb import use_virtual_cpu_devices  # noqa: E402 (after the hook)
+from jax_moe_lb.core import custom_calls  # noqa: E402
 
 use_virtual_cpu_devices(8)
 
@@ -234,6 +235,13 @@ def pytest_sessionfinish(session):
     if over and os.environ.get("CI"):
         print(f"\nabove {most_s:g} CPU seconds without the marker thorough: {over}")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture
+def no_custom_calls(monkeypatch):
+    """Remove the custom calls."""
+    for absent in custom_calls.MODULES:
+        monkeypatch.setitem(custom_calls.MODULES, absent, f"jax_moe_lb._absent_{absent}")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import jax_moe_lb
 from jax_moe_lb import Experts, Plan, Topology, _ffi
@@ -36,6 +36,7 @@ from jax_moe_lb.planners.base import kernel_check
 from jax_moe_lb.planners.greedy import greedy_planner
 from jax_moe_lb.planners.relay import relay
 from jax_moe_lb.transport import Gather
+from tests.layer_cases import make_mesh
 from tests.marks import parametrize
 
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
@@ -52,10 +53,9 @@ def integers(*shape):
 
 
 def sharded(function, num_replicated):
-    mesh = jax.make_mesh((RANKS,), ("expert",), axis_types=(AxisType.Auto,))
     by_rank = PartitionSpec("expert")
     in_specs = (by_rank, *[PartitionSpec()] * num_replicated)
-    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=by_rank)
+    return jax.shard_map(function, mesh=make_mesh((RANKS,), ("expert",)), in_specs=in_specs, out_specs=by_rank)
 
 
 def exchange(rows, offsets):
@@ -137,10 +137,10 @@ def test_planners_of_balancers_are_named(backend):
 @pytest.mark.parametrize("built", [True, False], ids=["built", "not built"])
 @pytest.mark.parametrize("op", OPERATIONS)
 @pytest.mark.parametrize("backend", PLATFORMS)
-def test_implementation_is_the_one_compiled(monkeypatch, backend, op, built):
+def test_implementation_is_the_one_compiled(monkeypatch, request, backend, op, built):
     monkeypatch.setattr(grouped_kernels, "has_tokamax", lambda: False)
     if not built:
-        remove_custom_calls(monkeypatch)
+        request.getfixturevalue("no_custom_calls")
     function, arguments = operation(op)
     (said,) = [found.implementation for found in implementations(backend) if found.op == op]
     lowered = lower(function, arguments, backend)
@@ -154,18 +154,12 @@ def lower(function, arguments, backend):
     return jax.jit(function).trace(*arguments).lower(lowering_platforms=(PLATFORMS[backend],)).as_text()
 
 
-def remove_custom_calls(monkeypatch):
-    for absent in custom_calls.MODULES:
-        monkeypatch.setitem(custom_calls.MODULES, absent, f"jax_moe_lb._absent_{absent}")
-
-
 def called(lowered):
     return set(re.findall(r"moe_lb_\w+", lowered))
 
 
 @pytest.mark.slow
-def test_without_custom_calls_it_says_how_to_get_them(monkeypatch):
-    remove_custom_calls(monkeypatch)
+def test_without_custom_calls_it_says_how_to_get_them(no_custom_calls):
     for state in (build_states()["jax_moe_lb._absent_cpu"], build_states()["jax_moe_lb._absent_cuda"]):
         assert state.startswith("missing")
         assert "pip install ." in state
@@ -293,9 +287,9 @@ def test_grouped_products_of_gpus(missing, compute_capability, in_one_array, in_
 
 
 @pytest.mark.parametrize("built", [True, False], ids=["built", "not built"])
-def test_grouped_products_of_other_platforms(built, monkeypatch):
+def test_grouped_products_of_other_platforms(built, request):
     if not built:
-        remove_custom_calls(monkeypatch)
+        request.getfixturevalue("no_custom_calls")
     found = {(row["platform"], row["product"]): row["backend"] for row in grouped_products()}
     for kind in grouped_kernels.KINDS:
         assert found["cpu", kind] == ("custom call" if built else BLOCKS)

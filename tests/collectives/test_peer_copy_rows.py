@@ -8,7 +8,6 @@ from jax.sharding import PartitionSpec
 
 from jax_moe_lb.collectives.peer_copy import Route, join
 from jax_moe_lb.collectives.peer_copy_rows import CopyWindow, MovedRows, move, move_back, start_back, start_onward
-from jax_moe_lb.core import custom_calls
 from tests.layer_cases import make_mesh
 
 RANKS, SLOTS, AT_HOME, ROOM = 8, 3, 40, 30
@@ -80,9 +79,7 @@ def test_rows_land_where_those_of_the_exchange_do(domain, first_row):
 
 
 @pytest.mark.thorough
-def test_without_custom_calls(monkeypatch):
-    for absent in custom_calls.MODULES:
-        monkeypatch.setitem(custom_calls.MODULES, absent, f"jax_moe_lb._absent_{absent}")
+def test_without_custom_calls(no_custom_calls):
     got, want = both_ways()
     jax.tree.map(np.testing.assert_array_equal, got(*arguments(0)), want(*arguments(0)))
 

@@ -71,9 +71,6 @@ def arguments(seed=0):
     return weights(), *load(seed), jnp.ones((RANKS * 2, 6))
 
 
-# ---- values -------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("planner", "dtype"),
@@ -93,10 +90,9 @@ def test_plan_and_slots_are_those_of_the_separate_calls(planner, dtype):
 
 
 @pytest.mark.slow
-def test_without_custom_calls(monkeypatch):
+def test_without_custom_calls(request):
     want = over_ranks(separately)(*arguments())
-    for absent in custom_calls.MODULES:
-        monkeypatch.setitem(custom_calls.MODULES, absent, f"jax_moe_lb._absent_{absent}")
+    request.getfixturevalue("no_custom_calls")
     run = over_ranks(together)
     assert "moe_lb" not in run.lower(*arguments()).as_text()
     assert_equal(run(*arguments()), want)
@@ -166,9 +162,6 @@ def test_equal_loads_in_a_loop_and_twice_in_a_program():
     assert_equal(got, want)
 
 
-# ---- overlap ------------------------------------------------------------------------
-
-
 def test_the_static_wave_needs_neither_plan_nor_copies_and_comes_before():
     graph = of_compiled(over_ranks(together).lower(*arguments()).compile().as_text())
     (posted,) = graph.holding('custom_call_target="moe_lb_copy_post"')
@@ -188,9 +181,6 @@ def test_the_static_wave_needs_neither_plan_nor_copies_and_comes_before():
         assert f"{{{3 + i}}}: ({3 + kinds + i}, {{}}" in call
     copies = [name for name in graph.operands[planned] if name.startswith("%copy")]
     assert not any(graph.needs([name]) & {posted, *waves} for name in copies)
-
-
-# ---- invalid inputs -----------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -275,9 +265,6 @@ def test_what_does_not_fit_is_refused_when_traced(placement, quota, planner, mes
     run = over_ranks(lambda *args: together(*args, planner=planner))
     with pytest.raises(ValueError, match=message):
         run(home, jnp.zeros(placement, jnp.int32), jnp.zeros(quota, jnp.int32), x)
-
-
-# ---- lowering for a GPU ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("planner", [GREEDY, FEPLB], ids=lambda planner: planner.name)

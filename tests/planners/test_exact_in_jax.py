@@ -224,12 +224,6 @@ def test_domains_are_planned_each_for_itself():
         np.testing.assert_array_equal(quota[experts, ranks], RUN(alone, 6, 4, 0.01, UNBOUNDED, False)[1])
 
 
-@pytest.fixture
-def no_custom_calls(monkeypatch):
-    for absent in custom_calls.MODULES:
-        monkeypatch.setitem(custom_calls.MODULES, absent, f"jax_moe_lb._absent_{absent}")
-
-
 @pytest.mark.thorough
 def test_jitted_and_eager_plans_are_mapped(no_custom_calls):
     counts = np.stack([WORKLOADS[k].counts(k, 2, 256, 8, 2) for k in (1, 2)])
