@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from jax_moe_lb.aot.hlo import Computation, Instruction
+
 
 @dataclass(frozen=True)
 class Graph:
@@ -33,6 +35,17 @@ class Graph:
             found |= new
             todo += new
         return found
+
+
+def ancestors(body: Computation, instruction: Instruction) -> list[Instruction]:
+    """Return the instructions preceding one inside its computation."""
+    found: dict[str, Instruction] = {}
+    todo = [instruction]
+    while todo:
+        new = [one for one in body.operands(todo.pop()) if one.name not in found]
+        found |= {one.name: one for one in new}
+        todo += new
+    return list(found.values())
 
 
 def of_compiled(text: str) -> Graph:

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 from benchmarks.layer.workloads import WORKLOADS, Workload
 from jax_moe_lb import ExpertConfig, Experts, Losses, MoE, MoEParams, MoEState, System, TokenInfo, TopK, Topology, moe
 from jax_moe_lb.core.stats import raise_if_concrete
-from jax_moe_lb.transport import ExpertDomains, hybrid_mesh
+from jax_moe_lb.transport import Codec, ExpertDomains, GatherExpertDomain, hybrid_mesh
 from tests.oracle import dense_moe
 
 BY_NAME = {workload.name: workload for workload in WORKLOADS}
@@ -62,10 +62,22 @@ def make_mesh(sizes, names, axis_type=AxisType.Auto):
     return jax.make_mesh(sizes, names, axis_types=(axis_type,) * len(sizes), devices=jax.devices()[: np.prod(sizes)])
 
 
-def expert_domains(base, sizes, axes="expert"):
-    """Return a mesh with expert domains of these sizes by axis, and the domains."""
+def expert_domains(base, sizes, axes="expert", **options):
+    """Return a mesh with expert domains of these sizes by axis, and the domains, in a topology with these options."""
     mesh = hybrid_mesh(base, sizes)
-    return mesh, ExpertDomains.from_mesh(mesh, Topology.from_mesh(base, axes))
+    return mesh, ExpertDomains.from_mesh(mesh, Topology.from_mesh(base, axes, **options))
+
+
+def over_domains(mesh, domains, function, *args, out=None):
+    """Return the results of a function on the ranks of expert domains."""
+    spec = PartitionSpec(domains.expert_axes)
+    run = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec if out is None else out)
+    return jax.jit(run)(*args)
+
+
+def hybrid_moe(mesh, domains, system, codec=Codec()):
+    """Return `sharded_moe` with experts gathered first."""
+    return sharded_moe(mesh, domains.between, system.replace(migrate=GatherExpertDomain(domains, codec)))
 
 
 def make_layer(mesh, system, sizes=(8, 8, 4), router=TopK(2), **options):
@@ -94,8 +106,9 @@ def sequences(num_tokens, length, topology):
 
 def sharded_moe(mesh, topology: Topology, system: System, router=None, check_vma=True, losses=None):
     """Return `(x, mask, kernel, experts) -> (y, stats)` over the mesh, with stats stacked over groups."""
-    tokens = PartitionSpec(topology.data_axes + topology.expert_axes)
-    groups = PartitionSpec(topology.data_axes) if topology.data_axes else PartitionSpec(None)
+    ranks = topology.expert_axes if system.migrate is None else system.migrate.domains.expert_axes
+    tokens = PartitionSpec((*(axis for axis in topology.data_axes if axis not in ranks), *ranks))
+    groups = PartitionSpec(topology.data_axes or None)
     router = TopK(2) if router is None else router
 
     def one_rank(x, mask, kernel, experts):
@@ -105,13 +118,8 @@ def sharded_moe(mesh, topology: Topology, system: System, router=None, check_vma
         y, stats, _ = moe(x, params, router, system, topology, start, info, losses or Losses())
         return y, stats.of_group
 
-    return jax.shard_map(
-        one_rank,
-        mesh=mesh,
-        in_specs=(tokens, tokens, PartitionSpec(), PartitionSpec(topology.expert_axes)),
-        out_specs=(tokens, groups),
-        check_vma=check_vma,
-    )
+    specs = {"in_specs": (tokens, tokens, PartitionSpec(), PartitionSpec(ranks)), "out_specs": (tokens, groups)}
+    return jax.shard_map(one_rank, mesh=mesh, **specs, check_vma=check_vma)
 
 
 class Checked:

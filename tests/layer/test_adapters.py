@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
-from jax_moe_lb import Buffers, MoEParams, TopK, Topology, exact, feplb, moe, plain
-from jax_moe_lb.transport import Codec, CodecBase, GatherExpertDomain
+from jax_moe_lb import Buffers, TopK, Topology, exact, feplb, plain
+from jax_moe_lb.transport import Codec, CodecBase
 from tests.adapters import RANK, merged, with_adapters
 from tests.layer_cases import (
     Case,
     assert_close,
     dense_with_gradients,
     expert_domains,
+    hybrid_moe,
     make_mesh,
     sharded_moe,
     with_gradients,
@@ -63,21 +63,12 @@ def test_adapters_equal_merged_matrices(name, dtype):
 def gathering(codec):
     """Return the layer whose ranks gather the experts of domains of 2 ranks before routing."""
     mesh, domains = expert_domains(make_mesh((NUM_RANKS,), ("gpu",)), {"gpu": 2}, "gpu")
-    system = plain(Buffers(4.0)).replace(migrate=GatherExpertDomain(domains, codec))
-
-    def one_rank(x, kernel, experts):
-        y, stats, _ = moe(x, MoEParams(kernel, experts), TopK(2), system, domains.between)
-        return y, stats.of_group
-
-    ranks, groups = PartitionSpec(domains.expert_axes), PartitionSpec(domains.between.data_axes)
-    sharded = jax.shard_map(one_rank, mesh=mesh, in_specs=(ranks, PartitionSpec(), ranks), out_specs=(ranks, groups))
-    return with_gradients(lambda x, mask, kernel, experts: sharded(x, kernel, experts))
+    return with_gradients(hybrid_moe(mesh, domains, plain(Buffers(4.0)), codec))
 
 
 @pytest.mark.slow
 def test_gathered_adapters_equal_merged_matrices():
-    x, mask, *args = arguments("float32")
-    args = x, jnp.ones_like(mask), *args
+    args = arguments("float32")
     (y, _), (of_x, of_kernel, of_experts) = gathering(Codec())(*args)
     assert_frozen(of_experts)
     assert_close((y, (of_x, of_kernel, of_experts.trained)), dense(*args), 1e-5)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jax_moe_lb import Experts, Topology
-from jax_moe_lb.transport import Codec, CodecBase, ExpertDomains, GatherExpertDomain, hybrid_mesh
+from jax_moe_lb import Experts
+from jax_moe_lb.transport import Codec, CodecBase, GatherExpertDomain
 from jax_moe_lb.transport.compression import average
-from tests.layer_cases import make_mesh
+from tests.layer_cases import expert_domains, make_mesh, over_domains
 
 
 def alike(num_experts=4, seed=0, spread=0.1):
@@ -32,9 +32,7 @@ def distance(a, b):
 
 
 def domains_on(mesh, **domain_sizes):
-    axes = tuple(domain_sizes)
-    split = hybrid_mesh(mesh, domain_sizes)
-    return split, ExpertDomains.from_mesh(split, Topology.from_mesh(mesh, axes))
+    return expert_domains(mesh, domain_sizes, tuple(domain_sizes))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -96,12 +94,6 @@ def test_what_is_left_out_comes_later(dtype):
     assert 0 < behind < num_calls / 2 * 0.01 * size
 
 
-def on_mesh(mesh, domains, function, *args, out=None):
-    spec = PartitionSpec(domains.expert_axes)
-    specs = (spec,) * len(args)
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=spec if out is None else out))(*args)
-
-
 def product(held, target):
     return sum(jax.tree.leaves(jax.tree.map(lambda h, t: (h * t.astype(h.dtype)).sum(), held, target)))
 
@@ -123,7 +115,7 @@ def test_own_experts_stay_exact_and_all_gradients_come_home():
 
             return jax.grad(loss)(home), GatherExpertDomain(domains, codec)(home)
 
-        return on_mesh(mesh, domains, run, experts, target)
+        return over_domains(mesh, domains, run, experts, target)
 
     gradients, held = loss_gradients(codec)
     want_gradients, exact = loss_gradients(Codec())
@@ -157,7 +149,7 @@ def test_domains_remember_the_same_and_gradients_come_home():
         last = jax.lax.fori_loop(0, 20, lambda _, known: migrate.update(after, known)[1], known)
         return gradients, exact, held, known, GatherExpertDomain(domains)(after), last
 
-    gradients, exact, held, known, whole, last = on_mesh(mesh, domains, run, before, after, target)
+    gradients, exact, held, known, whole, last = over_domains(mesh, domains, run, before, after, target)
     jax.tree.map(np.testing.assert_array_equal, gradients, exact)
     by_rank = np.asarray(known.up).reshape(4, 4, 6, 10)
     # Ranks of a domain are adjacent.
@@ -183,11 +175,10 @@ def test_packing_ahead_is_packing_on_the_way():
         return migrate(home, migrate.pack(home))
 
     experts = alike(8)
-    jax.tree.map(
-        np.testing.assert_array_equal, on_mesh(mesh, domains, ahead, experts), on_mesh(mesh, domains, migrate, experts)
-    )
+    packed, on_the_way = (over_domains(mesh, domains, form, experts) for form in (ahead, migrate))
+    jax.tree.map(np.testing.assert_array_equal, packed, on_the_way)
     # The mean of all experts, including other domains, is equal on all ranks.
-    mean = on_mesh(mesh, domains, lambda home: average(home, domains.expert_axes), experts, out=PartitionSpec())
+    mean = over_domains(mesh, domains, lambda home: average(home, domains.expert_axes), experts, out=PartitionSpec())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), mean, mean_of(experts))
 
 
@@ -201,8 +192,8 @@ def test_an_older_mean_does():
     def run(before, after):
         return migrate(after, migrate.pack(after, migrate.average(before)))
 
-    held = on_mesh(mesh, domains, run, before, after)
-    fresh = on_mesh(mesh, domains, migrate, after)
+    held = over_domains(mesh, domains, run, before, after)
+    fresh = over_domains(mesh, domains, migrate, after)
     both = jax.tree.map(
         lambda w: np.asarray(w).reshape(2, 2, 2, *w.shape[1:]).repeat(2, 1).reshape(16, *w.shape[1:]), after
     )

@@ -8,13 +8,22 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh
 
-from jax_moe_lb import Buffers, MoEParams, MoEState, System, TokenInfo, TopK, Topology, moe, plain
+from jax_moe_lb import Buffers, System, Topology, plain
 from jax_moe_lb.balancers import HybridEP
-from jax_moe_lb.transport import Codec, Direct, ExpertDomains, GatherExpertDomain, hybrid_mesh
+from jax_moe_lb.transport import Direct, ExpertDomains, hybrid_mesh
 from tests.algorithm_1 import collectives, connected, links, pairs
-from tests.layer_cases import Case, assert_close, assert_equals_dense, make_mesh, sharded_moe, with_gradients
+from tests.layer_cases import (
+    Case,
+    assert_close,
+    assert_equals_dense,
+    expert_domains,
+    hybrid_moe,
+    make_mesh,
+    sharded_moe,
+    with_gradients,
+)
 
 NAMES = ("dc", "node", "gpu")
 
@@ -23,24 +32,7 @@ def domains_of(sizes, domain_sizes, mesh=None, **options):
     """Return split levels of these sizes, the innermost called gpu, in a topology with these options."""
     names = NAMES[-len(sizes) :]
     mesh = make_mesh(sizes, names) if mesh is None else mesh
-    split = hybrid_mesh(mesh, dict(zip(names, domain_sizes, strict=True)))
-    return split, ExpertDomains.from_mesh(split, Topology.from_mesh(mesh, names, **options))
-
-
-def hybrid_moe(mesh, domains, system, codec=Codec()):
-    """Return `sharded_moe` with experts gathered first."""
-    group = domains.between
-    by_rank, by_offset = PartitionSpec(domains.expert_axes), PartitionSpec(group.data_axes)
-
-    def one_rank(x, mask, kernel, experts):
-        gathering = system.replace(migrate=GatherExpertDomain(domains, codec))
-        params = MoEParams(kernel, experts)
-        state = system.balancer.init((group.num_ranks, kernel.shape[1]))
-        y, stats, _ = moe(x, params, TopK(2), gathering, group, MoEState(state), TokenInfo(mask=mask))
-        return y, jax.tree.map(lambda leaf: leaf[None], stats)
-
-    specs = (by_rank, by_rank, PartitionSpec(), by_rank)
-    return jax.shard_map(one_rank, mesh=mesh, in_specs=specs, out_specs=(by_rank, by_offset))
+    return expert_domains(mesh, dict(zip(names, domain_sizes, strict=True)), names, **options)
 
 
 @functools.cache

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jax_moe_lb import Buffers, Experts, MoEParams, TopK, Topology, moe, plain
+from jax_moe_lb import Buffers, Experts, MoEParams, TopK, moe, plain
 from jax_moe_lb.aot.hlo import parse_module
-from jax_moe_lb.transport import ExpertDomains, GatherExpertDomain, hybrid_mesh, scan_prefetched
-from tests.layer_cases import assert_close, make_mesh
+from jax_moe_lb.transport import GatherExpertDomain, scan_prefetched
+from tests.dependencies import ancestors
+from tests.layer_cases import assert_close, expert_domains, make_mesh
 from tests.marks import parametrize
 from tests.oracle import dense_moe
 
@@ -19,20 +20,10 @@ LAYERS, WIDTH, NUM_EXPERTS = 3, 8, 8
 
 
 def setting():
-    base = make_mesh((4,), ("gpu",))
-    mesh = hybrid_mesh(base, {"gpu": 2})
-    domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(base, "gpu"))
     rng = np.random.default_rng(0)
-    x, kernels, up, down = (
-        jnp.asarray(0.5 * rng.normal(size=shape), "float32")
-        for shape in [
-            (32, WIDTH),
-            (LAYERS, WIDTH, NUM_EXPERTS),
-            (LAYERS, NUM_EXPERTS, WIDTH, 6),
-            (LAYERS, NUM_EXPERTS, 6, WIDTH),
-        ]
-    )
-    return mesh, domains, x, kernels, Experts(up, down)
+    shapes = (32, WIDTH), (LAYERS, WIDTH, NUM_EXPERTS), (LAYERS, NUM_EXPERTS, WIDTH, 6), (LAYERS, NUM_EXPERTS, 6, WIDTH)
+    x, kernels, up, down = (jnp.asarray(0.5 * rng.normal(size=shape), "float32") for shape in shapes)
+    return *expert_domains(make_mesh((4,), ("gpu",)), {"gpu": 2}, "gpu"), x, kernels, Experts(up, down)
 
 
 def training_step(mesh, domains, gather_again):
@@ -91,13 +82,3 @@ def gathers_of_experts(body):
 def is_loop_over_layers(body):
     opcodes = [one.opcode for one in body]
     return opcodes.count("parameter") == 1 and {"while", "all-to-all", "all-gather"} <= set(opcodes)
-
-
-def ancestors(body, instruction):
-    """Return the instructions preceding one inside its computation."""
-    found, todo = {}, [instruction]
-    while todo:
-        new = [one for one in body.operands(todo.pop()) if one.name not in found]
-        found |= {one.name: one for one in new}
-        todo += new
-    return found.values()

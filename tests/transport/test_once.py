@@ -16,6 +16,7 @@ from jax_moe_lb.core import plain_plan, raise_on_fault
 from jax_moe_lb.layer.moe import _for_router, _places
 from jax_moe_lb.routing import GroupLimit, Routing
 from jax_moe_lb.transport import Forward, Once
+from tests.dependencies import ancestors
 from tests.layer_cases import Case, assert_equals_dense, make_mesh, sharded_moe, with_gradients
 
 MESH = ("node", "gpu")
@@ -97,11 +98,7 @@ def test_exchanges_between_nodes_do_not_wait_for_other_chunks():
             found["dispatch" if "dispatch" in module.op_name(one) else "combine"].append(one)
 
     def before(one):
-        seen, waiting = set(), [one]
-        while waiting:
-            waiting += [other for other in entry.operands(waiting.pop()) if other.name not in seen]
-            seen |= {other.name for other in waiting}
-        return seen
+        return {other.name for other in ancestors(entry, one)}
 
     # A rail rank receives the tokens of two ranks in half of a chunk each, and has one buffer inside its node.
     forwarded = 2 * case.num_tokens // 2
