@@ -4,15 +4,14 @@ import functools
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from benchmarks.layer.workloads import WORKLOADS
-from jax_moe_lb import Buffers, System, TopK, Topology
+from jax_moe_lb import Buffers, System, Topology
 from jax_moe_lb.balancers import Greedy
 from jax_moe_lb.transport import Direct, Gather, TwoPhase
-from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
+from tests.layer_cases import Case, assert_equals_dense, make_mesh, sharded_moe, with_gradients
 from tests.page_blocks import blocks
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
@@ -35,23 +34,16 @@ def test_a_replication_from_outside_serves_in_every_wave(dispatch):
     system = System(Greedy(), all_gather(), dispatch, replica_slots=2)
     mesh = make_mesh((8,), ("expert",))
     layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh, ranks_per_domain=4), system))
-    dense = dense_with_gradients(TopK(2))
-    kernel, experts = CASE.params("float32")
     for workload in WORKLOADS:
-        x, mask = CASE.tokens(workload, 8, "float32")
-        target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), jnp.float32)
-        (y, _), gradients = layer(x, mask, kernel, experts, target)
-        (want, _), want_gradients = dense(x, mask, kernel, experts, target)
-        assert_close((y, gradients), (want, want_gradients), 1e-5)
+        assert_equals_dense(layer, CASE.arguments(workload, 8), 1e-5)
     assert layer._cache_size() == 1
 
 
 @pytest.mark.slow
 def test_it_fills_slots_like_gather():
-    x, mask = CASE.tokens(WORKLOADS[1], 8, "float32")
     mesh = make_mesh((8,), ("expert",))
     both = (System(Greedy(), replicate, replica_slots=2) for replicate in (Gather(), all_gather()))
     layers = (jax.jit(sharded_moe(mesh, Topology.from_mesh(mesh), system)) for system in both)
-    outs = [layer(x, mask, *CASE.params("float32")) for layer in layers]
+    outs = [layer(*CASE.arguments(WORKLOADS[1], 8)[:4]) for layer in layers]
     assert float(outs[0][1].weight_bytes_moved[0]) > 0
     jax.tree.map(np.testing.assert_array_equal, *outs)

@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from jax_moe_lb import Buffers, ExpertConfig, MoE, Precision, TopK, exact, feplb, plain
+from jax_moe_lb import Buffers, Precision, exact, feplb, plain
 from jax_moe_lb.aot import LayerSizes, Target
 from jax_moe_lb.aot.load import LayerLoad, counts_of, zipf_counts
 from jax_moe_lb.balancers import Balancer
 from jax_moe_lb.core.file_limits import LimitError
 from jax_moe_lb.core.topology import Topology
 from tests.aot.scheduled import even_counts, load_of, skewed_counts
+from tests.layer_cases import make_layer, make_mesh
 
 SIZES = LayerSizes(hidden=64, inner=32, experts=16, tokens=256, per_token=2)
 TOPOLOGY = Topology.flat(8)
@@ -161,9 +161,8 @@ class Recording(Balancer):
 def test_a_load_has_the_sizes_of_the_layer():
     sizes = LayerSizes(hidden=128, inner=64, experts=16, tokens=32, per_token=2)
     system = replace(exact(2, Buffers(1.3, max_rounds=3)), balancer=Recording())
-    mesh = jax.make_mesh((8,), ("expert",))
-    options = {"mesh": mesh, "system": system, "experts": ExpertConfig(64), "precision": Precision(None, jnp.bfloat16)}
-    layer = MoE(128, 16, TopK(2), rngs=nnx.Rngs(0), **options)
+    mesh, precision = make_mesh((8,), ("expert",)), Precision(None, jnp.bfloat16)
+    layer = make_layer(mesh, system, (128, 16, 64), precision=precision)
     FACTS.clear()
     jax.eval_shape(layer, jax.ShapeDtypeStruct((8 * 32, 128), jnp.bfloat16))
     of_layer = FACTS[-1]

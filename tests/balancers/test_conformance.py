@@ -203,21 +203,14 @@ def layer_of_plan(mesh, topology, system):
     """Return the jitted `(plan, x, mask, kernel, experts, target) -> ((y, stats), gradients)`."""
 
     def run(plan, *operands):
-        tokens, experts = PartitionSpec(topology.expert_axes), PartitionSpec(topology.expert_axes)
-
         def one_rank(plan, x, mask, kernel, experts):
-            y, stats, _ = moe(
-                x, MoEParams(kernel, experts), TopK(2), system, topology, MoEState(plan), TokenInfo(mask=mask)
-            )
-            return y, jax.tree.map(lambda leaf: leaf[None], stats)
+            params, state, info = MoEParams(kernel, experts), MoEState(plan), TokenInfo(mask=mask)
+            y, stats, _ = moe(x, params, TopK(2), system, topology, state, info)
+            return y, stats.of_group
 
-        sharded = jax.shard_map(
-            one_rank,
-            mesh=mesh,
-            in_specs=(PartitionSpec(), tokens, tokens, PartitionSpec(), experts),
-            out_specs=(tokens, PartitionSpec(None)),
-        )
-        return with_gradients(partial(sharded, plan))(*operands)
+        whole, ranks = PartitionSpec(), PartitionSpec(topology.expert_axes)
+        specs = {"in_specs": (whole, ranks, ranks, whole, ranks), "out_specs": (ranks, PartitionSpec(None))}
+        return with_gradients(partial(jax.shard_map(one_rank, mesh=mesh, **specs), plan))(*operands)
 
     return jax.jit(run)
 

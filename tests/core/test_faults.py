@@ -168,14 +168,11 @@ def test_places_that_are_no_permutation_make_outputs_nan():
 
     def one_rank(x, kernel, experts, homes):
         y, stats, _ = moe(x, MoEParams(kernel, experts), TopK(2), greedy(2), topology, MoEState(homes=homes))
-        return y, jax.tree.map(lambda leaf: leaf[None], stats)
+        return y, stats.of_group
 
     ranks, whole = PartitionSpec("expert"), PartitionSpec()
-    run = jax.jit(
-        jax.shard_map(
-            one_rank, mesh=mesh, in_specs=(ranks, whole, ranks, whole), out_specs=(ranks, PartitionSpec(None))
-        )
-    )
+    specs = {"in_specs": (ranks, whole, ranks, whole), "out_specs": (ranks, PartitionSpec(None))}
+    run = jax.jit(jax.shard_map(one_rank, mesh=mesh, **specs))
     homes = jnp.arange(16, dtype=jnp.int32)
     y, stats = run(x, kernel, experts, homes)
     assert stats.fault.code.tolist() == [NO_FAULT]

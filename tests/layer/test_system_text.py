@@ -6,28 +6,15 @@ from dataclasses import replace
 import jax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType
 
-from jax_moe_lb import (
-    Buffers,
-    ExpertConfig,
-    MoE,
-    System,
-    TopK,
-    Topology,
-    as_linen,
-    balance,
-    exact,
-    plain,
-    rails,
-    systems,
-)
+from jax_moe_lb import Buffers, ExpertConfig, System, TopK, Topology, as_linen, balance, exact, plain, rails, systems
 from jax_moe_lb.cli.compile import system_of
 from jax_moe_lb.layer.system import DISPATCHES, OPTIONS
 from jax_moe_lb.transport import AutoDispatch, Direct, Once
 from models.config import ParallelConfig, TrainConfig
 from models.mesh import make_system
 from models.settings import read_assignments, read_system, updated
+from tests.layer_cases import make_layer, make_mesh
 
 VALUES = {"replica_slots": (0, 3), "headroom": (1.25, 8.0), "max_rounds": (1, 4), "dispatch": tuple(DISPATCHES)}
 """Values of each option; a new option fails the test of this table."""
@@ -122,9 +109,9 @@ def test_a_wrong_dispatch_of_a_function_is_named():
 
 
 def layers(system, per_token=2, axes=("expert",), sizes=(2,)):
-    mesh = jax.make_mesh(sizes, axes, axis_types=(AxisType.Auto,) * len(axes), devices=jax.devices()[: 2 * len(axes)])
-    options = {"mesh": mesh, "topology": Topology.from_mesh(mesh, axes), "experts": ExpertConfig(8)}
-    return MoE(8, 8, TopK(per_token), system=system, rngs=nnx.Rngs(0), **options).system
+    mesh = make_mesh(sizes, axes)
+    topology = Topology.from_mesh(mesh, axes)
+    return make_layer(mesh, system, (8, 8, 8), TopK(per_token), topology=topology).system
 
 
 @pytest.mark.parametrize("case", [{}, {"per_token": 4}, {"axes": ("node", "gpu"), "sizes": (2, 2)}])
@@ -138,7 +125,7 @@ def test_a_layer_is_the_same_by_text_and_by_function(case):
 
 
 def test_linen_and_other_libraries_parse_the_same_text():
-    mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = make_mesh((2,), ("expert",))
     with pytest.raises(ValueError, match=r"system is 'exact:slots=2' with option 'slots'"):
         as_linen(8, 8, TopK(2), mesh=mesh, system="exact:slots=2", experts=ExpertConfig(8)).init(
             jax.random.key(0), jax.numpy.ones((4, 8))

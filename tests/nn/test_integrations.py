@@ -13,10 +13,11 @@ import jax_moe_lb
 from jax_moe_lb import Experts, Topology, systems
 from jax_moe_lb.core.experts import dense_ffn
 from jax_moe_lb.integrations.blocks import BlockConfig, serve
+from tests.layer_cases import make_mesh
 
 
 def mesh_of(axis_type=AxisType.Auto):
-    return jax.make_mesh((4,), ("fsdp",), axis_types=(axis_type,), devices=jax.devices()[:4])
+    return make_mesh((4,), ("fsdp",), axis_type)
 
 
 def moe_layer():
@@ -93,7 +94,7 @@ def test_weights_are_as_wide_as_the_tokens(x64):
 @pytest.mark.thorough
 @pytest.mark.parametrize("num_tokens", [3, 25])
 def test_embedding_gradients_of_tokens_that_the_ranks_do_not_divide(num_tokens):
-    mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    mesh = make_mesh((4, 2), ("fsdp", "tp"))
     ids, embedding = jnp.arange(63, 63 - num_tokens, -1), jax.random.normal(jax.random.key(1), (64, 16))
 
     def loss(embedding, model):
@@ -127,9 +128,8 @@ def test_blocks_that_cannot_be_replaced_are_named():
     model.blocks[0].up_proj.set_value(jnp.zeros((8, 16, 24), jnp.int8))
     with pytest.raises(ValueError, match=r"model\.blocks\.0\.up_proj\.dtype is int8; expected a floating dtype"):
         jax_moe_lb.balance(model, mesh=mesh_of())
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     with pytest.raises(ValueError, match=r"mesh has the axes \('data',\); expected \['fsdp'\], .* model\.blocks\.0"):
-        jax_moe_lb.balance(Model(), mesh=mesh)
+        jax_moe_lb.balance(Model(), mesh=make_mesh((4,), ("data",)))
 
     class SparseMoe(nnx.Module):
         def __init__(self):
