@@ -141,9 +141,6 @@ def test_what_is_missing_or_contradicts_is_named(tmp_path, capsys):
     assert "jax-moe-lb convert" in refusal(capsys, "replay", RECORDED / "stat.pt", "--balancer", "greedy")
 
 
-# ---- invalid torch files ---------------------------------------------------------
-
-
 class Runs:
     def __reduce__(self):
         return exec, ("raise SystemExit('it ran')",)

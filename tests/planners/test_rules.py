@@ -17,8 +17,6 @@ from tests import released_ultraep
 from tests.marks import parametrize
 from tests.planners.planner_cases import FORMS, assert_same, draw_counts, draw_placement, draw_plan, draw_tokens
 
-# ---- rules ----------------------------------------------------------------------------
-
 
 def eplb_plus_rule(tokens, placement, domain):
     """Apply the rule one copy at a time, with Python integers and sets."""
@@ -120,9 +118,6 @@ def feplb_rule(placement, quota, domain, num_dynamic, max_num_dyn, tau, skip):
 
 def ultraep_rule(*args):
     return tuple(released_ultraep.plan(*args)[:2])
-
-
-# ---- cases ----------------------------------------------------------------------------
 
 
 def draw_heavy(rng, shape, empty, scale):

@@ -185,7 +185,6 @@ def test_rows_travel_last_if_hidden_activations_are_saved(monkeypatch):
     assert graph.names_before("rows 1") == graph.names_before("products need") == of_outputs | {"rows 0"}
 
 
-# ---- chunks and saved arrays --------------------------------------------------------
 def layer_of(system, *sizes):
     sizes = sizes or (8,)
     mesh = make_mesh(sizes, ("node", "expert")[-len(sizes) :])

@@ -183,9 +183,6 @@ def test_without_rails_rows_travel_along_the_receivers_rail():
     np.testing.assert_array_equal(by_own_rail(rows, topology), by_rail_rank(jnp.asarray(rails, jnp.int32), topology))
 
 
-# ---- traffic between nodes ------------------------------------------------------------
-
-
 def numbers(text):
     return [int(number) for number in text.split(",")]
 
@@ -209,9 +206,6 @@ def test_no_row_leaves_its_rail_between_nodes_on_a_gpu():
     # Dispatch and combine; backward, dispatch of copies, gradients and weights, and combine of gradients of copies and
     # weights.
     assert sorted(found) == ["along a rail"] * 7 + ["inside a node"] * 21
-
-
-# ---- invalid inputs -------------------------------------------------------------------
 
 
 def test_axes_that_make_up_no_node_are_refused():

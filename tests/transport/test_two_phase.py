@@ -41,9 +41,6 @@ def compiled(system=SYSTEM):
     return with_gradients(sharded_moe(MESH, TOPOLOGY, system)).lower(*CASE.arguments("balanced", 8)).compile()
 
 
-# ---- values -------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("system", [SYSTEM, BUSIEST_FIRST], ids=["any order", "busiest first"])
 def test_equal_to_dense_in_rounds_and_without_room_for_all(system):
@@ -182,9 +179,6 @@ def test_the_simulator_is_told_what_is_served():
     assert dispatch.cost().passes_home
 
 
-# ---- dependencies -----------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_the_plan_is_posted_before_rows_go_home_and_copies_run_beside_products():
     graph = of_compiled(compiled().as_text())
@@ -247,9 +241,6 @@ def test_in_the_backward_pass_copies_are_made_beside_what_stays_at_home():
     assert all({start, onward} <= graph.needs([one]) for one in moved)
 
 
-# ---- memory -------------------------------------------------------------------------
-
-
 @pytest.mark.thorough
 def test_all_layers_of_a_stack_share_the_slots():
     """Four layers with one more slot take one more expert, not one for each layer."""
@@ -274,9 +265,6 @@ def test_all_layers_of_a_stack_share_the_slots():
         return run.lower(*jax.eval_shape(arguments)).compile().memory_analysis().temp_size_in_bytes
 
     assert 0.99 * expert < temporaries(6, 3) - temporaries(2, 2) < 1.01 * expert
-
-
-# ---- invalid inputs -----------------------------------------------------------------
 
 
 def test_a_plan_that_takes_a_static_expert_from_home_is_refused():
