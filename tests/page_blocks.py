@@ -58,7 +58,7 @@ class Block:
 
     @property
     def requirements(self) -> set[str]:
-        """Packages that the reader has installed."""
+        """Installed packages of the reader."""
         commands = [need for need in self.needs if need.startswith("`pip install ")]
         words = {word.strip("'") for command in commands for word in command.strip("`").split()[2:]}
         return {"jax_moe_lb"} | {re.sub(r"^\.", "jax_moe_lb", word) for word in words}

@@ -1,4 +1,4 @@
-"""The printed program makes the layer that was simulated, and runs as pasted."""
+"""The printed program makes the simulated layer, and runs as pasted."""
 
 import ast
 import builtins

@@ -47,7 +47,7 @@ STALL_S = 60
 """`multi_process.stall_timeout_s` of training runs."""
 
 MOST_STALLS = 3
-"""Maximum number of stalls of a run that are resumed."""
+"""Maximum number of resumed stalls of a run."""
 
 
 class Member:
@@ -200,7 +200,7 @@ def after_kill(members: list[Member], victim: int) -> dict:
 
 
 def kills(number: int, tries: int, seed: int, folder: Path) -> Iterator[dict]:
-    """Kill one process of several that wait; yield the outcomes."""
+    """Kill one of several waiting processes; yield the outcomes."""
     generator = random.Random(seed)
     for at in range(tries):
         members = join(number, folder / str(at))
@@ -244,7 +244,7 @@ def straight(number: int, folder: Path) -> tuple[object, float]:
 
 
 def stalls(number: int, tries: int, first: int, folder: Path) -> Iterator[dict]:
-    """Stop each process that waits, then each training one; yield the outcomes from a first try on."""
+    """Stop each waiting process, then each training one; yield the outcomes from a first try on."""
     expected = None
     for at in range(first, first + tries):
         is_training, of_try = at // number % 2 == 1, folder / str(at)

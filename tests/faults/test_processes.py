@@ -1,4 +1,4 @@
-"""Processes name one of them that is killed or stopped; `python -m tests.faults.processes` makes more tries."""
+"""Processes name a killed or stopped one; `python -m tests.faults.processes` makes more tries."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Supervisor of the workers: restarts a worker that was ended by a file, and records the file as a failure."""
+"""Supervisor of the workers: restarts a worker ended by a file, and records the file as a failure."""
 
 import itertools
 import json

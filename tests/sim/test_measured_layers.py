@@ -1,4 +1,4 @@
-"""The simulator gives the times measured on an H100, from rates that are derived from its tables."""
+"""The simulator gives the times measured on an H100, from rates derived from its tables."""
 
 import pytest
 import yaml

@@ -54,7 +54,7 @@ def test_inner_levels_pay_for_what_outer_ones_gathered():
 
 
 def closed_form(work, level):
-    """Return the best share of other members' experts that exchanges reach, `p = (G - S) / (G - 1)`, for any real S."""
+    """Return the best share of other members' experts reached by exchanges, `p = (G - S) / (G - 1)`, for any real S."""
     # Without latencies and backward pass. All experts are gathered if that is faster than exchanging all tokens.
     if 2 * work.token_bytes >= level.size * work.expert_bytes:
         return 0.0
