@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.network import sandbox
 from benchmarks.network.launch import Rank
 from benchmarks.network.shaping import payload_bytes_per_s
-from benchmarks.network.topologies import TwoDatacenters
+from benchmarks.network.topologies import two_datacenters
 from benchmarks.render.results import Table, Value, spread
 
 RATES_BITS_PER_S = (100e6, 300e6, 1000e6)
@@ -63,7 +63,7 @@ def measure(num_tokens: int, inner: int, repeats: int) -> list[dict[str, Any]]:
     from benchmarks.network.layer import CHOICES, Sizes
 
     sizes, options = Sizes(num_tokens, WIDTH, inner), {"devices_per_process": DEVICES_PER_PROCESS}
-    with TwoDatacenters(1, None).build() as network:
+    with two_datacenters(1) as network:
         ranks = launch_jax(network, lambda rank: body(rank, sizes, repeats), deadline_s=DEADLINE_S, **options)
     programs = zip(CHOICES, zip(*ranks, strict=True), strict=True)
     return [row for choice, of_ranks in programs for row in rows_of(sizes, choice, of_ranks)]

@@ -1,6 +1,7 @@
 """A network with its hosts, monitored interfaces and rate-limited interfaces."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from benchmarks.network.links import Counters, Interface, counters, remove_namespace
 from benchmarks.network.shaping import set_rate
@@ -16,12 +17,11 @@ class Host:
 
 @dataclass(frozen=True)
 class Network:
-    """Namespaces and links, and a context manager removing them."""
+    """Hosts and links, and a context manager that removes all namespaces of the sandbox."""
 
     hosts: tuple[Host, ...]
     nics: tuple[Interface, ...]
     throttled: tuple[Interface, ...]
-    namespaces: tuple[str, ...]
 
     def set_rate(self, bits_per_s: float | None) -> None:
         """Set the rate of all throttled interfaces from any process of the sandbox; `None` removes the limit."""
@@ -36,5 +36,5 @@ class Network:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name in self.namespaces:
-            remove_namespace(name)
+        for path in sorted(Path("/run/netns").iterdir()):
+            remove_namespace(path.name)

@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.network import sandbox
 from benchmarks.network.launch import Rank
-from benchmarks.network.topologies import TwoDatacenters
+from benchmarks.network.topologies import two_datacenters
 from benchmarks.render.results import Table, Value, spread
 
 NODES, MEMBERS = 2, 2
@@ -115,7 +115,7 @@ def rows_of(processes: int, devices: int) -> list[list[Value]]:
     """Return the rows of the table for one division into processes."""
     from benchmarks.network.jax_ranks import launch_jax
 
-    with TwoDatacenters(processes // NODES, None).build() as network:
+    with two_datacenters(processes // NODES) as network:
         ranks = launch_jax(network, body, devices_per_process=devices, deadline_s=DEADLINE_S)
     table: list[list[Value]] = []
     for of_ranks in zip(*ranks, strict=True):

@@ -25,13 +25,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from benchmarks.network import sandbox
+from benchmarks.network import sandbox, topologies
 from benchmarks.network.exchange import Shipment, connect, listen
 from benchmarks.network.launch import Rank, launch
 from benchmarks.network.network import Network
 from benchmarks.network.rail_cases import NODES, RAILS, RANKS, busiest_node, by_receiver, cases, plan_of, scaled
 from benchmarks.network.shaping import payload_bytes_per_s
-from benchmarks.network.topologies import Multipath, Rails
 from benchmarks.network.ways import ROW_BYTES, Ways, contents, expected
 from benchmarks.render.results import Table, Value, spread
 
@@ -180,9 +179,9 @@ def run_all(traffic: dict[str, np.ndarray], bits_per_s: float, repeats: int) -> 
         straight[case, "ECMP"] = ways[case, "direct"] = Ways.straight(rows)
         ways[case, "receiver's rail"] = Ways.along_rails(by_receiver(rows))
         ways[case, "sprayed"] = Ways.along_rails(rails)
-    with Rails(NODES, RAILS, bits_per_s).build() as network:
+    with topologies.rails(NODES, RAILS, bits_per_s) as network:
         trials = measure(network, ways, repeats, reconnect=False)
-    with Multipath(NODES, RAILS, RAILS, bits_per_s).build() as network:
+    with topologies.multipath(NODES, RAILS, bits_per_s) as network:
         trials |= measure(network, straight, repeats, reconnect=True)
     return {key: result_of(trials[key], ways.get(key), bits_per_s) for key in trials}
 

@@ -16,14 +16,6 @@ SMALLEST_BITS_PER_S = 1_000_000.0
 """Minimum rate. Below it the assured rate of the bulk would matter, and the unit is probably wrong."""
 
 
-def check_rate(name: str, bits_per_s: float | None) -> None:
-    """Raise `ValueError` unless the rate is valid, or `None` for unlimited."""
-    if bits_per_s is not None and not SMALLEST_BITS_PER_S <= bits_per_s < math.inf:
-        raise ValueError(
-            f"{name} is {bits_per_s}; expected bits per second, finite and at least {SMALLEST_BITS_PER_S:.0f}, or None"
-        )
-
-
 def payload_bytes_per_s(bits_per_s: float) -> float:
     """Return the payload rate of a link per direction, in bytes per second."""
     return bits_per_s / 8 * PAYLOAD_SHARE
@@ -31,14 +23,17 @@ def payload_bytes_per_s(bits_per_s: float) -> float:
 
 def set_rate(at: Interface, bits_per_s: float | None) -> None:
     """Limit the sending rate of an interface; `None` removes the limit."""
-    check_rate("bits_per_s", bits_per_s)
+    if bits_per_s is not None and not SMALLEST_BITS_PER_S <= bits_per_s < math.inf:
+        least = f"{SMALLEST_BITS_PER_S:.0f}"
+        raise ValueError(f"bits_per_s is {bits_per_s}; expected bits per second, finite and at least {least}, or None")
     if "htb" in run("tc", "-n", at.namespace, "qdisc", "show", "dev", at.device, "root"):
         tc(at, "qdisc del dev {device} root")
     if bits_per_s is None:
         return
     rate = f"{bits_per_s:.0f}bit"
     # One millisecond of data, at least a few large packets.
-    burst = f"burst {max(16384, math.ceil(bits_per_s / 8000))} cburst {max(16384, math.ceil(bits_per_s / 8000))}"
+    burst_bytes = max(16384, math.ceil(bits_per_s / 8000))
+    burst = f"burst {burst_bytes} cburst {burst_bytes}"
     tc(at, "qdisc add dev {device} root handle 1: htb default 20 r2q 1000")
     tc(at, f"class add dev {{device}} parent 1: classid 1:1 htb rate {rate} ceil {rate} {burst} quantum 60000")
     first = f"htb rate {rate} ceil {rate} {burst} prio 0 quantum 60000"

@@ -23,7 +23,7 @@ from benchmarks.layer.dispatches import sending_copies
 from benchmarks.network.launch import Rank
 from benchmarks.network.quota import CpuGroup, cpu_groups
 from benchmarks.network.replayed import OWN, Replayed
-from benchmarks.network.topologies import Rails
+from benchmarks.network.topologies import one_switch
 from jax_moe_lb import Stats, System, TopK, Topology, compiler_options, exact, plain, ultraep
 from jax_moe_lb.nn.variables import RouterBias
 from jax_moe_lb.transport import ExpertDomains, GatherExpertDomain, hybrid_mesh
@@ -275,7 +275,7 @@ def run(body: Callable[[Testbed], Any], deadline_s: float) -> list[Any]:
     import models.training.step  # noqa: F401 (once, before ranks are forked)
     from benchmarks.network.jax_ranks import launch_jax
 
-    with cpu_groups(NUM_RANKS) as groups, Rails(NUM_RANKS, 1, None, rail_only=True).build() as network:
+    with cpu_groups(NUM_RANKS) as groups, one_switch(NUM_RANKS) as network:
         # Compilation on a busy machine delays heartbeats.
         options = {"devices_per_process": 1, "deadline_s": deadline_s, "heartbeat_s": 100}
         start = partial(prepare, groups)

@@ -1,192 +1,124 @@
-"""Test networks: two datacenters, nodes with rails, nodes with several paths."""
+"""Test networks: two datacenters, ranks on one switch, nodes with rails, nodes with several paths."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from benchmarks.network.links import Interface, add_address, add_bridge, add_namespace, add_route, connect, plug
 from benchmarks.network.network import Host, Network
-from benchmarks.network.shaping import check_rate
 
 ROUTER = ("net.ipv4.ip_forward=1", "net.ipv4.conf.all.rp_filter=0", "net.ipv4.conf.default.rp_filter=0")
 """Settings of a router, which also accepts packets on an interface other than the return route's."""
 
-MOST = 250
-"""Maximum number of members per address range."""
 
-
-@dataclass(frozen=True)
-class TwoDatacenters:
-    """Two switches with a process on every port, and one shared link between the switches.
+def two_datacenters(processes_per_dc: int, wan_bits_per_s: float | None = None) -> Network:
+    """Return two switches with a process on every port, and one shared link between the switches.
 
     Ranks are numbered by datacenter. The network's `nics` are the ends of that link: the bytes sent by datacenter 0,
     then by datacenter 1.
     """
-
-    processes_per_dc: int
-    wan_bits_per_s: float | None
-
-    def __post_init__(self) -> None:
-        _check_count("TwoDatacenters.processes_per_dc", self.processes_per_dc)
-        check_rate("TwoDatacenters.wan_bits_per_s", self.wan_bits_per_s)
-
-    def build(self) -> Network:
-        wan = tuple(Interface(f"dc{dc}", "wan") for dc in range(2))
-        hosts = tuple(
-            Host(f"dc{dc}p{process}", f"10.77.{dc}.{process + 1}")
-            for dc in range(2)
-            for process in range(self.processes_per_dc)
-        )
-        for end in wan:
-            add_namespace(end.namespace)
-            add_bridge(Interface(end.namespace, "switch"))
-        connect(*wan)
-        for end in wan:
-            plug(end, "switch")
-        for host in hosts:
-            add_namespace(host.namespace)
-            _attach(Interface(host.namespace, "eth0"), Interface(host.namespace[:3], host.namespace), "switch")
-            add_address(Interface(host.namespace, "eth0"), f"{host.address}/16")
-        network = Network(hosts, wan, wan, tuple(end.namespace for end in wan) + tuple(h.namespace for h in hosts))
-        network.set_rate(self.wan_bits_per_s)
-        return network
+    wan = [Interface(f"dc{dc}", "wan") for dc in range(2)]
+    ranks = [(dc, process) for dc in range(2) for process in range(processes_per_dc)]
+    hosts = [Host(f"dc{dc}p{process}", f"10.77.{dc}.{process + 1}") for dc, process in ranks]
+    for end in wan:
+        _add_switch(end.namespace)
+    connect(*wan)
+    for end in wan:
+        plug(end, "switch")
+    for (dc, _), host in zip(ranks, hosts, strict=True):
+        add_namespace(host.namespace)
+        _attach(Interface(host.namespace, "eth0"), Interface(f"dc{dc}", host.namespace), f"{host.address}/16")
+    return _limited(hosts, wan, wan, wan_bits_per_s)
 
 
-@dataclass(frozen=True)
-class Rails:
-    """Nodes of several ranks, each rank with its own network interface.
+def one_switch(num_ranks: int) -> Network:
+    """Return ranks with one interface each, the network's `nics`, to a switch."""
+    hosts = [Host(f"rank{rank}", f"10.88.0.{rank + 1}") for rank in range(num_ranks)]
+    nics = [Interface(host.namespace, "nic0") for host in hosts]
+    ports = [Interface("hub", host.namespace) for host in hosts]
+    _add_switch("hub")
+    for host, nic, port in zip(hosts, nics, ports, strict=True):
+        add_namespace(host.namespace)
+        _attach(nic, port, f"{host.address}/24")
+    return _limited(hosts, nics, [*nics, *ports], None)
+
+
+def rails(nodes: int, per_node: int, nic_bits_per_s: float | None) -> Network:
+    """Return nodes of several ranks, each rank with its own network interface to a router, the spine.
 
     A rank has one address for all routes, a loopback address. Inside a node packets pass an unlimited switch. Ranks are
     numbered by node; the network's `nics` are their interfaces.
     """
-
-    nodes: int
-    per_node: int
-    nic_bits_per_s: float | None
-    rail_only: bool = False
-
-    def __post_init__(self) -> None:
-        _check_count("Rails.nodes", self.nodes)
-        _check_count("Rails.per_node", self.per_node)
-        check_rate("Rails.nic_bits_per_s", self.nic_bits_per_s)
-
-    def build(self) -> Network:
-        ranks = [(node, rail) for node in range(self.nodes) for rail in range(self.per_node)]
-        hosts = tuple(Host(f"n{node}r{rail}", self._address(node, rail)) for node, rail in ranks)
-        switches = [f"node{node}" for node in range(self.nodes)]
-        for switch in switches:
-            add_namespace(switch)
-            add_bridge(Interface(switch, "switch"))
-        for (node, rail), host in zip(ranks, hosts, strict=True):
-            add_namespace(host.namespace, *ROUTER)
-            add_address(Interface(host.namespace, "lo"), f"{host.address}/32")
-            _attach(Interface(host.namespace, "eth0"), Interface(f"node{node}", host.namespace), "switch")
-            add_address(Interface(host.namespace, "eth0"), f"10.77.{node}.{rail + 1}/24")
-        outside, far_ends = self._join_rails(ranks) if self.rail_only else self._join_by_spine(ranks)
-        for node, rail in ranks:
-            for other in ranks:
-                if other != (node, rail):
-                    self._add_route((node, rail), other)
-        nics = tuple(Interface(host.namespace, "nic0") for host in hosts)
-        names = (*switches, *outside, *(host.namespace for host in hosts))
-        network = Network(hosts, nics, (*nics, *far_ends), names)
-        network.set_rate(self.nic_bits_per_s)
-        return network
-
-    def _address(self, node: int, rail: int) -> str:
-        return f"10.99.{node}.{rail + 1}"
-
-    def _join_rails(self, ranks: list[tuple[int, int]]) -> tuple[list[str], list[Interface]]:
-        """Create a switch for every rail."""
-        names, far_ends = [f"rail{rail}" for rail in range(self.per_node)], []
-        for name in names:
-            add_namespace(name)
-            add_bridge(Interface(name, "switch"))
-        for node, rail in ranks:
-            far_ends.append(Interface(f"rail{rail}", f"n{node}"))
-            _attach(Interface(f"n{node}r{rail}", "nic0"), far_ends[-1], "switch")
-            add_address(Interface(f"n{node}r{rail}", "nic0"), f"10.88.{rail}.{node + 1}/24")
-        return names, far_ends
-
-    def _join_by_spine(self, ranks: list[tuple[int, int]]) -> tuple[list[str], list[Interface]]:
-        """Create a router with a link to every rank, rate-limited in both directions."""
-        add_namespace("spine", *ROUTER)
-        far_ends = []
-        for node, rail in ranks:
-            near, far = Interface(f"n{node}r{rail}", "nic0"), Interface("spine", f"n{node}r{rail}")
-            connect(near, far)
-            wire = 4 * (node * self.per_node + rail)
-            subnet = f"10.88.{wire // 256}."
-            add_address(near, f"{subnet}{wire % 256 + 1}/30")
-            add_address(far, f"{subnet}{wire % 256 + 2}/30")
-            near_end = f"via {subnet}{wire % 256 + 1} dev {far.device}"
-            add_route("spine", f"{self._address(node, rail)}/32", near_end)
-            far_ends.append(far)
-        return ["spine"], far_ends
-
-    def _add_route(self, rank: tuple[int, int], to: tuple[int, int]) -> None:
-        (node, rail), (other_node, other_rail) = rank, to
-        if node == other_node:
-            way = f"via 10.77.{node}.{other_rail + 1} dev eth0"
-        elif not self.rail_only:
-            wire = 4 * (node * self.per_node + rail)
-            way = f"via 10.88.{wire // 256}.{wire % 256 + 2} dev nic0"
-        elif rail == other_rail:
-            way = f"via 10.88.{rail}.{other_node + 1} dev nic0"
-        else:
-            way = f"via 10.77.{node}.{other_rail + 1} dev eth0"
-        add_route(f"n{node}r{rail}", f"{self._address(*to)}/32", f"{way} src {self._address(*rank)}")
+    ranks = [(node, rail) for node in range(nodes) for rail in range(per_node)]
+    hosts = [Host(f"n{node}r{rail}", f"10.99.{node}.{rail + 1}") for node, rail in ranks]
+    nics = [Interface(host.namespace, "nic0") for host in hosts]
+    ports = [Interface("spine", host.namespace) for host in hosts]
+    add_namespace("spine", *ROUTER)
+    for node in range(nodes):
+        _add_switch(f"node{node}")
+    for i, ((node, rail), host) in enumerate(zip(ranks, hosts, strict=True)):
+        add_namespace(host.namespace, *ROUTER)
+        add_address(Interface(host.namespace, "lo"), f"{host.address}/32")
+        inside, switch_port = Interface(host.namespace, "eth0"), Interface(f"node{node}", host.namespace)
+        _attach(inside, switch_port, f"10.77.{node}.{rail + 1}/24")
+        connect(nics[i], ports[i])
+        add_address(nics[i], f"10.88.{i}.1/30")
+        add_address(ports[i], f"10.88.{i}.2/30")
+        add_route("spine", f"{host.address}/32", f"via 10.88.{i}.1 dev {host.namespace}")
+    _add_routes(hosts, per_node)
+    return _limited(hosts, nics, [*nics, *ports], nic_bits_per_s)
 
 
-@dataclass(frozen=True)
-class Multipath:
-    """Nodes with several interfaces, over which the kernel distributes connections by a hash (ECMP).
+def _add_routes(hosts: Sequence[Host], per_node: int) -> None:
+    """Add the routes between the ranks of `rails`: over the switch of a node, or over the spine."""
+    for i, host in enumerate(hosts):
+        for j, other in enumerate(hosts):
+            node, rail = divmod(j, per_node)
+            way = f"10.77.{node}.{rail + 1} dev eth0" if i // per_node == node else f"10.88.{i}.2 dev nic0"
+            if i != j:
+                add_route(host.namespace, f"{other.address}/32", f"via {way} src {host.address}")
+
+
+def multipath(nodes: int, per_node: int, nic_bits_per_s: float | None) -> Network:
+    """Return nodes with an interface per rank, over which the kernel distributes connections by a hash (ECMP).
 
     A node is one namespace with one address per rank; interface `j` of all nodes is on one switch. Ranks are numbered
     by node; the network's `nics` are the nodes' interfaces, by node. A rank must bind its connections to its address;
     otherwise they use another one.
     """
-
-    nodes: int
-    per_node: int
-    nics_per_node: int
-    nic_bits_per_s: float | None
-
-    def __post_init__(self) -> None:
-        for name in ("nodes", "per_node", "nics_per_node"):
-            _check_count(f"Multipath.{name}", getattr(self, name))
-        check_rate("Multipath.nic_bits_per_s", self.nic_bits_per_s)
-
-    def build(self) -> Network:
-        nodes, planes = [f"node{node}" for node in range(self.nodes)], range(self.nics_per_node)
-        for plane in planes:
-            add_namespace(f"plane{plane}")
-            add_bridge(Interface(f"plane{plane}", "switch"))
-        hosts, nics, far_ends = [], [], []
-        for node, name in enumerate(nodes):
-            add_namespace(name, *ROUTER, "net.ipv4.fib_multipath_hash_policy=1")
-            hosts += [Host(name, f"10.99.{node}.{rank + 1}") for rank in range(self.per_node)]
-            for host in hosts[-self.per_node :]:
-                add_address(Interface(name, "lo"), f"{host.address}/32")
-            for plane in planes:
-                nics.append(Interface(name, f"nic{plane}"))
-                far_ends.append(Interface(f"plane{plane}", name))
-                _attach(nics[-1], far_ends[-1], "switch")
-                add_address(nics[-1], f"10.88.{plane}.{node + 1}/24")
-        for node, name in enumerate(nodes):
-            for other in set(range(self.nodes)) - {node}:
-                hops = " ".join(f"nexthop via 10.88.{plane}.{other + 1} dev nic{plane}" for plane in planes)
-                add_route(name, f"10.99.{other}.0/24", hops)
-        names = (*nodes, *(f"plane{plane}" for plane in planes))
-        network = Network(tuple(hosts), tuple(nics), (*nics, *far_ends), names)
-        network.set_rate(self.nic_bits_per_s)
-        return network
+    planes = range(per_node)
+    hosts = [Host(f"node{node}", f"10.99.{node}.{rank + 1}") for node in range(nodes) for rank in planes]
+    nics = [Interface(f"node{node}", f"nic{plane}") for node in range(nodes) for plane in planes]
+    ports = [Interface(f"plane{plane}", f"node{node}") for node in range(nodes) for plane in planes]
+    for plane in planes:
+        _add_switch(f"plane{plane}")
+    for node in range(nodes):
+        add_namespace(f"node{node}", *ROUTER, "net.ipv4.fib_multipath_hash_policy=1")
+    for host in hosts:
+        add_address(Interface(host.namespace, "lo"), f"{host.address}/32")
+    for i, (nic, port) in enumerate(zip(nics, ports, strict=True)):
+        _attach(nic, port, f"10.88.{i % per_node}.{i // per_node + 1}/24")
+    for node in range(nodes):
+        for other in set(range(nodes)) - {node}:
+            hops = " ".join(f"nexthop via 10.88.{plane}.{other + 1} dev nic{plane}" for plane in planes)
+            add_route(f"node{node}", f"10.99.{other}.0/24", hops)
+    return _limited(hosts, nics, [*nics, *ports], nic_bits_per_s)
 
 
-def _attach(end: Interface, port: Interface, bridge: str) -> None:
-    """Connect `end` to a new port of a bridge."""
+def _add_switch(name: str) -> None:
+    add_namespace(name)
+    add_bridge(Interface(name, "switch"))
+
+
+def _attach(end: Interface, port: Interface, address: str) -> None:
+    """Connect `end`, which gets an address, to a new port of a switch."""
     connect(end, port)
-    plug(port, bridge)
+    plug(port, "switch")
+    add_address(end, address)
 
 
-def _check_count(name: str, count: int) -> None:
-    if not 1 <= count <= MOST:
-        raise ValueError(f"{name} is {count}; expected from 1 to {MOST}")
+def _limited(
+    hosts: Sequence[Host], nics: Sequence[Interface], throttled: Sequence[Interface], bits_per_s: float | None
+) -> Network:
+    """Return a network whose throttled interfaces have this rate."""
+    network = Network(tuple(hosts), tuple(nics), tuple(throttled))
+    network.set_rate(bits_per_s)
+    return network

@@ -8,12 +8,12 @@ import socket
 import sys
 import threading
 import time
+from functools import partial
 
-from benchmarks.network import sandbox
+from benchmarks.network import sandbox, topologies
 from benchmarks.network.launch import RanksFailed, launch
 from benchmarks.network.rail_cases import cases, plan_of, scaled
 from benchmarks.network.rails import measure, result_of
-from benchmarks.network.topologies import Multipath, Rails, TwoDatacenters
 from benchmarks.network.ways import Ways
 
 NUM_BYTES = 1_000_000
@@ -51,18 +51,18 @@ def two_datacenters():
     """Return seconds and bytes over a slow link, in both directions and in neither."""
     results = []
     for source, to, rate in [(0, 2, 20e6), (3, 1, 20e6), (2, 3, 20e6), (0, 2, None)]:
-        with TwoDatacenters(2, rate).build() as network:
+        with topologies.two_datacenters(2, rate) as network:
             results.append(transfer(network, source, to))
     return results
 
 
 def rails():
     """Return bytes sent by every NIC, from rank 0 to ranks of the other node, by topology and receiver."""
-    topologies = {"spine": Rails(2, 2, 100e6), "rail only": Rails(2, 2, 100e6, rail_only=True)}
-    topologies["multipath"] = Multipath(2, 2, 2, 100e6)
+    makers = {"spine": partial(topologies.rails, 2, 2, 100e6), "switch": partial(topologies.one_switch, 4)}
+    makers["multipath"] = partial(topologies.multipath, 2, 2, 100e6)
     results = {}
-    for name, topology in topologies.items():
-        with topology.build() as network:
+    for name, make in makers.items():
+        with make() as network:
             for to in (1, 2, 3):
                 results[f"{name} {to}"] = transfer(network, 0, to)["sent_bytes"]
     return results
@@ -73,7 +73,7 @@ def sprayed_rows():
     counts = scaled(cases(0)["hot pair"], 2000)
     rows, rails = plan_of(counts)
     ways = {"straight": Ways.straight(rows), "sprayed": Ways.along_rails(rails)}
-    with Rails(2, 4, 50e6).build() as network:
+    with topologies.rails(2, 4, 50e6) as network:
         trials = measure(network, ways, repeats=3, reconnect=False)
     results = {name: result_of(trials[name], ways[name], 50e6) for name in ways}
     return {name: {"seconds": result.median_s, "off_plan": result.off_plan} for name, result in results.items()}
@@ -97,7 +97,7 @@ def failures():
         time.sleep(60 * rank.index)
 
     results = []
-    with TwoDatacenters(1, 1e8).build() as network:
+    with topologies.two_datacenters(1, 1e8) as network:
         for body in (by_signal, by_exception, too_late):
             start_s = time.monotonic()
             try:
@@ -114,7 +114,7 @@ def wait():
         print(f"rank {rank.index} is there", flush=True)
         threading.Event().wait()
 
-    with TwoDatacenters(2, 1e8).build() as network:
+    with topologies.two_datacenters(2, 1e8) as network:
         launch(network, body, deadline_s=120)
 
 
@@ -147,7 +147,7 @@ def layer():
             results.append({"sent_bytes": sent, "leaves": [samples(leaf) for leaf in jax.tree.leaves(out)]})
         return results
 
-    with TwoDatacenters(1, 500e6).build() as network:
+    with topologies.two_datacenters(1, 500e6) as network:
         return launch_jax(network, body, devices_per_process=2, deadline_s=60)
 
 
@@ -171,7 +171,7 @@ def dead_rank():
             os.kill(os.getpid(), signal.SIGKILL)
         barrier("never")
 
-    with TwoDatacenters(1, 500e6).build() as network:
+    with topologies.two_datacenters(1, 500e6) as network:
         start_s = time.monotonic()
         try:
             launch_jax(network, body, devices_per_process=1, deadline_s=60, prepare=prepare)
