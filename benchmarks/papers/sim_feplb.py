@@ -167,27 +167,6 @@ def exchanges_s(report: Report) -> float:
     return sum(report.stages[stage].busy_s for stage in ("dispatch", "combine"))
 
 
-def overhead(fit: Fit, loads: np.ndarray) -> Comparison:
-    """Return the exchange time above plain expert parallelism, and the exposed time of phase 2."""
-    table = Comparison(
-        "figure_4",
-        "Figure 4: dispatch and combine, on 8 ranks, forward, over those before, %; FEPLB's is published as <1",
-    )
-    before = exchanges_s(run(fit, SYSTEMS["before"], loads))
-    uncovered = []
-    for name in ("FasterMoE", "FEPLB", "FEPLB, one wave"):
-        report = run(fit, SYSTEMS[name], loads)
-        # Round, as equal exchanges differ in the last bits of their sums.
-        table.add(name, round(100 * (exchanges_s(report) / before - 1), 6))
-        waits = {
-            stage: report.stages[stage].exposed_s for stage in ("rows", "weights", "return") if stage in report.stages
-        }
-        uncovered.append(f"{name}: " + ", ".join(f"{stage} {1e3 * s / len(loads):.2f}" for stage, s in waits.items()))
-    table.notes.append('Published: FEPLB below 1, "not measurable", and FasterMoE (pipe=1) about 0.')
-    table.notes.append("On the critical path, ms of a layer: " + "; ".join(uncovered) + ".")
-    return table
-
-
 OURS = ("forward", "backward", "exposed weight transfer, forward", "exchanges, forward")
 
 
@@ -246,6 +225,5 @@ def options(parser: argparse.ArgumentParser) -> None:
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     fits = fitted(given.number, given.seed)
     tables, ours = layers(fits[0], fits[0].loads(given.number, given.seed))
-    tables.append(overhead(fits[0], fits[0].loads(given.number, given.seed)[8]))
     tables += stragglers(fits[0], 2000, given.seed)
     return tables_of(tables) | {"ours": ours, "held_out": held_out(fits[0], HELD_OUT_MICROBATCHES, given.seed)}

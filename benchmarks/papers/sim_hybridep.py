@@ -323,19 +323,8 @@ def speedup(datacenters: int, size: int, gbit_per_s: float, inner: int) -> float
     return step(shape, machine).step_s / step(shape, machine, chosen).step_s
 
 
-def figure_16(setting: Setting) -> Comparison:
-    table = Comparison(
-        "figure_16", "Figure 16: GB between datacenters in a step, L, by MB of tokens (its values cannot be read)"
-    )
-    for size in (6, 24, 96):
-        shape, machine = layer_of(setting, "L", size, experts=EXPERTS)
-        table.add(f"{size} MB, plain", step(shape, machine).level_bytes["dc"] * 1e-9)
-        table.add(f"{size} MB, HybridEP", step(shape, machine, migration(shape, machine, SR)).level_bytes["dc"] * 1e-9)
-    return table
-
-
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     setting = fitted()
     tables = [*table_v(setting), table_v_forms(setting), sensitivity(), table_vi(setting), table_iv()]
-    tables += [figure_13(setting), *figure_17(), figure_16(setting)]
+    tables += [figure_13(setting), *figure_17()]
     return tables_of(tables) | {"table_v_fitted": table_v_fitted(setting), "table_vi_terms": table_vi_terms(setting)}

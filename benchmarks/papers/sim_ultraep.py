@@ -18,7 +18,7 @@ from jax_moe_lb import Buffers, System
 from jax_moe_lb.balancers import EPLBPlus, Exact, UltraEP
 from jax_moe_lb.core import imbalance, load
 from jax_moe_lb.core.plan import Plan
-from jax_moe_lb.planners import domain_lower_bound, plan_relocation
+from jax_moe_lb.planners import plan_relocation
 from jax_moe_lb.sim import Cluster, Report, Step, simulate, simulate_uniform
 from jax_moe_lb.transport import Direct, Gather, Relay
 
@@ -233,19 +233,6 @@ def num_relayed(plan: Plan) -> int:
     return len(np.unique(plan.placement[there]))
 
 
-def domains(loads: np.ndarray, cluster: Cluster) -> Comparison:
-    """Return the lower bound of plans inside domains of 8, before and after relocation."""
-    table = Comparison(
-        "domains",
-        "Ours: domains of 8, Qwen3's loads: maximum domain load over the mean, a lower bound for plans inside domains",
-    )
-    machine = rack.in_domains(cluster)
-    stay = np.broadcast_to(np.arange(loads.shape[2]), (len(loads), loads.shape[2]))
-    table.add("homes as they are", domain_lower_bound(loads.sum(1), stay, machine.topology()).mean())
-    table.add("homes moved", domain_lower_bound(moved(loads, machine).sum(1), stay, machine.topology()).mean())
-    return table
-
-
 def tables(tokens: int) -> list[Comparison]:
     cluster = rack.fitted()
     loads = np.stack([rack.drawn(rack.FIGURE_11["Qwen3"].case, seed, tokens) for seed in range(2)])
@@ -254,7 +241,7 @@ def tables(tokens: int) -> list[Comparison]:
         f"Fitted: {cluster.gemm.peak_flops_per_s * 1e-12:.0f} TFLOP/s in experts, {cluster.flops_per_s * 1e-12:.0f} "
         f"before them, {cluster.levels[0].bytes_per_s * 1e-9:.0f} GB/s between ranks."
     )
-    rest = [domains(loads, cluster), figure_12(cluster, tokens), *simulations(cluster, tokens)]
+    rest = [figure_12(cluster, tokens), *simulations(cluster, tokens)]
     rest += figure_16(cluster, tokens)
     return [thirteen, *figure_11(cluster, tokens), *rest]
 

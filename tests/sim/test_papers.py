@@ -55,7 +55,10 @@ def test_no_speedup_is_above_what_the_share_of_tokens_that_cross_allows():
 
 
 def test_traffic_between_datacenters_grows_with_tokens_in_plain_expert_parallelism_alone(setting):
-    plain, hybrid = (np.array([row.simulated for row in hybridep.figure_16(setting).rows[at::2]]) for at in (0, 1))
+    layers = [hybridep.layer_of(setting, "L", size, experts=hybridep.EXPERTS) for size in (6, 24, 96)]
+    plain = np.array([hybridep.step(*one).level_bytes["dc"] for one in layers])
+    chosen = [hybridep.migration(*one, hybridep.SR) for one in layers]
+    hybrid = [hybridep.step(*one, its).level_bytes["dc"] for one, its in zip(layers, chosen, strict=True)]
     np.testing.assert_allclose(plain / plain[0], [1, 4, 16], rtol=1e-3)
     np.testing.assert_allclose(hybrid, hybrid[0])
 
