@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from functools import partial
 
 from benchmarks.gpu import (
     ahead,
@@ -35,13 +36,13 @@ def _claims(source: str, *rows: tuple[str, str, Check]) -> tuple[Claim, ...]:
 def _layers(start: str, where: str, devices: int | None) -> Iterable[tuple[str, str, Check]]:
     for name in system_names():
         text = f"Outputs and gradients of `{name}` {where} equal those of a dense layer"
-        yield f"{start}-{name}", text, layers.layer_equals_dense(name, devices)
+        yield f"{start}-{name}", text, partial(layers.layer_equals_dense, name, devices)
 
 
 def _products() -> Iterable[tuple[str, str, Check]]:
     for backend in (one for one in BACKENDS if one.platform in ("cuda", None)):
         text = f"Products of the backend {backend.name} equal those by blocks of rows, in repeated calls bitwise"
-        yield claim_of_products(backend), text, products.values_equal(backend.name)
+        yield claim_of_products(backend), text, partial(products.values_equal, backend.name)
 
 
 def claim_of_products(backend: Backend) -> str:
@@ -52,15 +53,15 @@ def claim_of_products(backend: Backend) -> str:
 def _ranks() -> Iterable[tuple[str, str, Check]]:
     # Both checks of a model share the compiled programs.
     for name, model in MODELS.items():
-        yield f"rank-{name}", f"{FASTER_RANK}: {model}", comparison.balanced_is_faster(name)
-        yield f"rank-kernels-{name}", f"{MOST_OF_RANK}: {model}", rank_kernels.products_take_most(name)
+        yield f"rank-{name}", f"{FASTER_RANK}: {model}", partial(comparison.balanced_is_faster, name)
+        yield f"rank-kernels-{name}", f"{MOST_OF_RANK}: {model}", partial(rank_kernels.products_take_most, name)
 
 
 def _fastest() -> Iterable[tuple[str, str, Check]]:
     for short, model in MODELS.items():
         rows = tiles.MODELS[model].rows
         text = f"The chosen kernels take at most {tiles.WITHIN} x the time of the fastest: {model}, {rows} rows"
-        yield f"fastest-{short}-{rows}", text, tiles.fastest(model)
+        yield f"fastest-{short}-{rows}", text, partial(tiles.fastest, model)
 
 
 FASTER_RANK = (
@@ -69,7 +70,9 @@ FASTER_RANK = (
 )
 MOST_OF_RANK = "At 4 x mean load, products take most of the time of a rank of `exact` with one round"
 EQUAL = "equal those of C++ on the host"
-PLANS = [(f"plans-{name}", f"Plans of `{name}` {EQUAL}", plans.plans_equal_host(name)) for name in plans.PLANNERS]
+PLANS = [
+    (f"plans-{name}", f"Plans of `{name}` {EQUAL}", partial(plans.plans_equal_host, name)) for name in plans.PLANNERS
+]
 FAILED = "A failed plan is -1 throughout, and the next one is correct"
 STORED = "Programs compiled for an absent GPU load and have equal results"
 RATES = "Copies, gathers and dense products have rates on random data"
@@ -113,13 +116,15 @@ PARTS = {
     ),
     "comparison": _claims(GPU, *_ranks()),
     "products": _claims("jax_moe_lb/kernels/backends.py", *_fastest()),
-    "counters": _claims(GPU, ("counters-qwen3", NSIGHT, counters.counters("Qwen3-30B-A3B"))),
+    "counters": _claims(GPU, ("counters-qwen3", NSIGHT, partial(counters.counters, "Qwen3-30B-A3B"))),
     "steps": _claims(
-        STEPS, *((f"step-{name}", f"{STEP}: {case}", steps.step_holds(name)) for name, case in steps.CASES.items())
+        STEPS,
+        *((f"step-{name}", f"{STEP}: {case}", partial(steps.step_holds, name)) for name, case in steps.CASES.items()),
     ),
     "copies": _claims(
         CALLS,
-        *((f"processes-{number}", f"{number} {COPIES}", processes.copies_between(number)) for number in (2, 4)),
+        ("processes-2", f"2 {COPIES}", partial(processes.copies_between, 2)),
+        ("processes-4", f"4 {COPIES}", partial(processes.copies_between, 4)),
         ("ended-process", ENDED, processes.ended_process_is_named),
         ("gemm", GEMM, engines.gemm_beside_copies),
         ("planned-copy", EXPOSED, engines.planning_beside_gemm),

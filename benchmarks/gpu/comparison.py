@@ -22,7 +22,7 @@ from jax.stages import Compiled, Lowered
 
 from benchmarks.gpu.clocks import Clocks
 from benchmarks.gpu.compiled import WITHOUT_GRAPHS
-from benchmarks.gpu.findings import Check, Finding, Scale
+from benchmarks.gpu.findings import Finding, Scale
 from benchmarks.gpu.kit import compile_all, in_words, lowered
 from benchmarks.gpu.layers import mesh_of
 from benchmarks.gpu.one_rank import LocalExchange, RankInputs, rank_step
@@ -450,33 +450,29 @@ def rows_of(layer: Layer, scale: Scale) -> Iterator[list[list[Value]]]:
                 yield measured(ready, skew, scale, clocks)
 
 
-def balanced_is_faster(name: str) -> Check:
-    """Return the check of one layer.
+def balanced_is_faster(name: str, scale: Scale) -> Finding:
+    """Check one layer.
 
     At the highest skew, the slowest rank of `exact` takes less than half the time of plain expert parallelism, and less
     memory than a worst-case buffer.
     """
-
-    def check(scale: Scale) -> Finding:
-        if scale.dry and name != next(iter(LAYERS)):
-            return Finding(None, "not in a dry run")
-        rows: list[list[Value]] = []
-        for of_skew in rows_of(scale.of(LAYERS[name], TINY), scale):
-            rows += of_skew
-            scale.keep(Table(COLUMNS, rows))
-        if all(row[TIME] is None for row in of_skew):
-            # Errors of CUDA may remain in the process: end it.
-            raise RuntimeError(f"the last case failed: {rows[-1][-1]}")
-        at_highest = {row[1]: row for row in rows if row[0] == rows[0][0]}
-        times: dict[str, Any] = {one: at_highest[one][TIME] for one in (PLAIN, WORST, BALANCED)}
-        memory: dict[str, Any] = {one: at_highest[one][COMPILED_MEMORY] for one in (WORST, BALANCED)}
-        if None in (times[PLAIN], times[BALANCED], *memory.values()):
-            return Finding(None, "a case failed; see the table", Table(COLUMNS, rows))
-        holds = times[BALANCED] < times[PLAIN] / 2 and memory[BALANCED] < memory[WORST]
-        found = (
-            f"{times[BALANCED]:.1f} ms and {memory[BALANCED]:.1f} GB; plain {times[PLAIN]:.1f} ms; "
-            f"worst-case buffer {memory[WORST]:.1f} GB"
-        )
-        return Finding(holds, found, Table(COLUMNS, rows))
-
-    return check
+    if scale.dry and name != next(iter(LAYERS)):
+        return Finding(None, "not in a dry run")
+    rows: list[list[Value]] = []
+    for of_skew in rows_of(scale.of(LAYERS[name], TINY), scale):
+        rows += of_skew
+        scale.keep(Table(COLUMNS, rows))
+    if all(row[TIME] is None for row in of_skew):
+        # Errors of CUDA may remain in the process: end it.
+        raise RuntimeError(f"the last case failed: {rows[-1][-1]}")
+    at_highest = {row[1]: row for row in rows if row[0] == rows[0][0]}
+    times: dict[str, Any] = {one: at_highest[one][TIME] for one in (PLAIN, WORST, BALANCED)}
+    memory: dict[str, Any] = {one: at_highest[one][COMPILED_MEMORY] for one in (WORST, BALANCED)}
+    if None in (times[PLAIN], times[BALANCED], *memory.values()):
+        return Finding(None, "a case failed; see the table", Table(COLUMNS, rows))
+    holds = times[BALANCED] < times[PLAIN] / 2 and memory[BALANCED] < memory[WORST]
+    found = (
+        f"{times[BALANCED]:.1f} ms and {memory[BALANCED]:.1f} GB; plain {times[PLAIN]:.1f} ms; "
+        f"worst-case buffer {memory[WORST]:.1f} GB"
+    )
+    return Finding(holds, found, Table(COLUMNS, rows))

@@ -16,7 +16,7 @@ from contextlib import suppress
 import jax
 import jax.numpy as jnp
 
-from benchmarks.gpu.findings import Check, Finding, Scale
+from benchmarks.gpu.findings import Finding, Scale
 from benchmarks.gpu.kit import compile_all
 from benchmarks.gpu.once import EndedBefore, marked
 from benchmarks.gpu.products import work_of
@@ -82,31 +82,25 @@ def _row(one: Mapping[str, str]) -> list[Value]:
     return [f"{one['ID']}: {one['Kernel Name'][:80]}", name, one["Metric Unit"], value]
 
 
-def counters(name: str) -> Check:
-    """Return the check that reads the counters of a model's products."""
-
-    def check(scale: Scale) -> Finding:
-        profiled = [sys.executable, "-m", "benchmarks.gpu.counters", name]
-        if scale.dry:
-            subprocess.run([*profiled, "--dry-run"], check=True, capture_output=True, timeout=LIMIT_S)
-            return Finding(None, "not in a dry run, except for the profiled process")
-        command = ["ncu", "--csv", "--clock-control", "none", "--target-processes", "all"]
-        command += ["--kernel-name", KERNELS, "--metrics", ",".join(METRICS), *profiled]
-        # Nsight Compute saves and restores the arrays of a kernel, at worst with the whole allocation around them.
-        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        try:
-            ended = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return Finding(None, f"ncu does not run: {error}"[:200])
-        rows = read_counters(ended.stdout)
-        if not rows:
-            return Finding(None, f"ncu reports no kernel: {ended.stdout[-200:]} {ended.stderr[-200:]}")
-        kernels = len({row[0] for row in rows})
-        return Finding(True, f"{kernels} kernels, {len(rows)} values", Table(COLUMNS, rows))
-
-    return check
+def counters(name: str, scale: Scale) -> Finding:
+    """Read the counters of a model's products."""
+    profiled = [sys.executable, "-m", "benchmarks.gpu.counters", name]
+    if scale.dry:
+        subprocess.run([*profiled, "--dry-run"], check=True, capture_output=True, timeout=LIMIT_S)
+        return Finding(None, "not in a dry run, except for the profiled process")
+    command = ["ncu", "--csv", "--clock-control", "none", "--target-processes", "all"]
+    command += ["--kernel-name", KERNELS, "--metrics", ",".join(METRICS), *profiled]
+    # Nsight Compute saves and restores the arrays of a kernel, at worst with the whole allocation around them.
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    try:
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Finding(None, f"ncu does not run: {error}"[:200])
+    rows = read_counters(ended.stdout)
+    if not rows:
+        return Finding(None, f"ncu reports no kernel: {ended.stdout[-200:]} {ended.stderr[-200:]}")
+    kernels = len({row[0] for row in rows})
+    return Finding(True, f"{kernels} kernels, {len(rows)} values", Table(COLUMNS, rows))
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.stages import Compiled
 
-from benchmarks.gpu.findings import Check, Finding, Scale
+from benchmarks.gpu.findings import Finding, Scale
 from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import TopK, Topology
 from jax_moe_lb.aot import compiler_options
@@ -30,29 +30,25 @@ def mesh_of(num_devices: int) -> tuple[Mesh, Topology]:
     return mesh, Topology.from_mesh(mesh, rails_per_node=num_devices)
 
 
-def layer_equals_dense(name: str, devices: int | None) -> Check:
-    """Return the check of one system on a number of devices, or on all of them if `None`."""
-
-    def check(scale: Scale) -> Finding:
-        if scale.dry and (name, devices) not in DRY:
-            return Finding(None, "not in a dry run")
-        number = devices or jax.device_count()
-        if number < 2 and (devices is None or name == "rails"):
-            return Finding(None, "one GPU; expected several")
-        cases = [(Case(), "float32", 1e-4)]
-        # Widths of the kernels for bfloat16.
-        if not scale.dry:
-            cases.append((Case(num_tokens=1024, features=240, mlp_dim=256), "bfloat16", 4e-2))
-        names = list(system_names())
-        for other in [name] if scale.dry else names[names.index(name) :][:THREADS]:
-            for case, dtype, _ in cases:
-                _compiling(other, number, case, dtype)
-        for case, dtype, relative in cases:
-            layer = _compiling(name, number, case, dtype).result()
-            _compare(layer, number, case, dtype, relative, workloads=scale.of(len(WORKLOADS), 2))
-        return Finding(True, f"{number} devices, {', '.join(dtype for _, dtype, _ in cases)}")
-
-    return check
+def layer_equals_dense(name: str, devices: int | None, scale: Scale) -> Finding:
+    """Check one system on a number of devices, or on all of them if `None`."""
+    if scale.dry and (name, devices) not in DRY:
+        return Finding(None, "not in a dry run")
+    number = devices or jax.device_count()
+    if number < 2 and (devices is None or name == "rails"):
+        return Finding(None, "one GPU; expected several")
+    cases = [(Case(), "float32", 1e-4)]
+    # Widths of the kernels for bfloat16.
+    if not scale.dry:
+        cases.append((Case(num_tokens=1024, features=240, mlp_dim=256), "bfloat16", 4e-2))
+    names = list(system_names())
+    for other in [name] if scale.dry else names[names.index(name) :][:THREADS]:
+        for case, dtype, _ in cases:
+            _compiling(other, number, case, dtype)
+    for case, dtype, relative in cases:
+        layer = _compiling(name, number, case, dtype).result()
+        _compare(layer, number, case, dtype, relative, workloads=scale.of(len(WORKLOADS), 2))
+    return Finding(True, f"{number} devices, {', '.join(dtype for _, dtype, _ in cases)}")
 
 
 @cache

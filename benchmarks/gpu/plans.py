@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu.findings import Check, Finding, Scale
+from benchmarks.gpu.findings import Finding, Scale
 from jax_moe_lb import Balancer, Topology
 from jax_moe_lb.balancers import FEPLB, EPLBPlus, Exact, FasterMoE, Greedy, RailS, UltraEP
 from jax_moe_lb.core import plain_plan
@@ -23,8 +23,7 @@ PLANNERS: dict[str, Balancer] = {
     "fastermoe": FasterMoE(expert_bytes=1.0, gradient_bytes=1.0, token_bytes=1.0, token_flops=1.0),
     "rails": RailS(),
 }
-Size = tuple[int, int, int, int]
-SIZES: tuple[Size, ...] = ((8, 8, 128, 20), (16, 8, 64, 6), (32, 32, 256, 10), (64, 64, 256, 6))
+SIZES = ((8, 8, 128, 20), (16, 8, 64, 6), (32, 32, 256, 10), (64, 64, 256, 6))
 """Ranks, ranks per domain, experts and slots."""
 
 
@@ -36,26 +35,22 @@ def random_counts(ranks: int, experts: int, number: int) -> Iterator[np.ndarray]
         yield rng.multinomial(rng.integers(0, 4096), share, size=ranks).astype(np.int32)
 
 
-def plans_equal_host(name: str) -> Check:
-    """Return the check of one planner against its NumPy form."""
+def plans_equal_host(name: str, scale: Scale) -> Finding:
+    """Check one planner against its NumPy form."""
+    balancer, number = PLANNERS[name], scale.of(200, 3)
+    for ranks, domain, experts, slots in scale.of(SIZES, ((8, 4, 16, 4),)):
+        topology = Topology.flat(ranks, domain)
 
-    def check(scale: Scale) -> Finding:
-        balancer, number = PLANNERS[name], scale.of(200, 3)
-        for ranks, domain, experts, slots in scale.of(SIZES, ((8, 4, 16, 4),)):
-            topology = Topology.flat(ranks, domain)
+        def rebalance(counts: jax.Array, topology: Topology = topology, slots: int = slots) -> object:
+            start = plain_plan(counts, topology, slots)
+            return balancer.rebalance(counts, start, topology, balancer.init(counts.shape))[0]
 
-            def rebalance(counts: jax.Array, topology: Topology = topology, slots: int = slots) -> object:
-                start = plain_plan(counts, topology, slots)
-                return balancer.rebalance(counts, start, topology, balancer.init(counts.shape))[0]
-
-            program, cases = jax.jit(rebalance), list(random_counts(ranks, experts, number))
-            # All calls are queued before the first is read, so that rings of pinned memory and events wrap around.
-            for counts, got in zip(cases, [program(jnp.asarray(one)) for one in cases], strict=True):
-                want = rebalance(counts)  # type: ignore[arg-type]
-                jax.tree.map(np.testing.assert_array_equal, got, want)
-        return Finding(True, f"{number} counts of each size")
-
-    return check
+        program, cases = jax.jit(rebalance), list(random_counts(ranks, experts, number))
+        # All calls are queued before the first is read, so that rings of pinned memory and events wrap around.
+        for counts, got in zip(cases, [program(jnp.asarray(one)) for one in cases], strict=True):
+            want = rebalance(counts)  # type: ignore[arg-type]
+            jax.tree.map(np.testing.assert_array_equal, got, want)
+    return Finding(True, f"{number} counts of each size")
 
 
 def failed_plan_is_marked(scale: Scale) -> Finding:

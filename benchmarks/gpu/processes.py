@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 
-from benchmarks.gpu.findings import Check, Finding, Scale
+from benchmarks.gpu.findings import Finding, Scale
 from benchmarks.training.local_gloo import free_port
 from jax_moe_lb.core.custom_calls import is_built
 
@@ -52,25 +52,21 @@ def await_copies(processes: list[subprocess.Popen[str]], folder: Path) -> None:
         time.sleep(0.1)
 
 
-def copies_between(number: int) -> Check:
-    """Return the check of copies between a number of processes on one GPU."""
-
-    def check(scale: Scale) -> Finding:
-        if scale.dry and number > 2:
-            return Finding(None, "not in a dry run")
-        on_gpu = jax.default_backend() == "gpu"
-        if on_gpu and not is_built("cuda"):
-            return Finding(None, "the CUDA module is not built")
-        processes = start(number, scale.of(1024, 16), scale.of(200, 2), on_gpu=on_gpu)
-        try:
-            said = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
-        finally:
-            stop(processes)
-        for process, text in zip(processes, said, strict=True):
-            assert process.returncode == 0, text[-400:]
-        return Finding(True, next(line for line in said[0].splitlines() if " calls by " in line))
-
-    return check
+def copies_between(number: int, scale: Scale) -> Finding:
+    """Check copies between a number of processes on one GPU."""
+    if scale.dry and number > 2:
+        return Finding(None, "not in a dry run")
+    on_gpu = jax.default_backend() == "gpu"
+    if on_gpu and not is_built("cuda"):
+        return Finding(None, "the CUDA module is not built")
+    processes = start(number, scale.of(1024, 16), scale.of(200, 2), on_gpu=on_gpu)
+    try:
+        said = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+    finally:
+        stop(processes)
+    for process, text in zip(processes, said, strict=True):
+        assert process.returncode == 0, text[-400:]
+    return Finding(True, next(line for line in said[0].splitlines() if " calls by " in line))
 
 
 def ended_process_is_named(scale: Scale) -> Finding:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu.findings import Check, Finding, Scale
+from benchmarks.gpu.findings import Finding, Scale
 from benchmarks.gpu.kit import Program, Programs, compile_all, compiled_one, in_words
 from benchmarks.gpu.once import guarded
 from jax_moe_lb.kernels.backends import BACKENDS, KINDS, Backend, Kind, Product
@@ -109,35 +109,31 @@ def value_programs(backend: Backend, products: Sequence[Product]) -> Programs:
     return found
 
 
-def values_equal(name: str, repeats: int = 8) -> Check:
-    """Return the check of a backend against blocks of rows, and of equal bits in repeated calls, to detect races.
+def values_equal(name: str, scale: Scale) -> Finding:
+    """Check a backend against blocks of rows, and for equal bits in repeated calls, to detect races.
 
     Matrices and sums are in two arrays if the backend takes them; groups are uneven, some empty, and rows of none NaN.
     """
-
-    def check(scale: Scale) -> Finding:
-        backend, rows = named(name), scale.of(VALUE_ROWS, 256)
-        products = products_of(backend, rows, scale.of(SHAPES, ((128, 256),)))
-        compiled = compile_all(value_programs(backend, products))
-        reached, false = [], False
-        for product in products:
-            text = f"{product.kind} of {product.widths[0]} x {product.widths[1]}"
-            if reason := backend.why_not_for(product):
-                reached.append(f"not {text}: {reason}")
-                continue
-            try:
-                _compare(backend, product, compiled, scale.of(2, 1), scale.of(repeats, 1))
-            except Exception as error:  # other products are compared
-                if scale.dry:
-                    raise
-                reached.append(f"not {text}: {in_words(error)}")
-                false = True
-            else:
-                reached.append(text)
-        holds = None if all(one.startswith("not ") for one in reached) else True
-        return Finding(False if false else holds, f"{rows} rows: {'; '.join(reached)}")
-
-    return check
+    backend, rows = named(name), scale.of(VALUE_ROWS, 256)
+    products = products_of(backend, rows, scale.of(SHAPES, ((128, 256),)))
+    compiled = compile_all(value_programs(backend, products))
+    reached, false = [], False
+    for product in products:
+        text = f"{product.kind} of {product.widths[0]} x {product.widths[1]}"
+        if reason := backend.why_not_for(product):
+            reached.append(f"not {text}: {reason}")
+            continue
+        try:
+            _compare(backend, product, compiled, scale.of(2, 1), scale.of(8, 1))
+        except Exception as error:  # other products are compared
+            if scale.dry:
+                raise
+            reached.append(f"not {text}: {in_words(error)}")
+            false = True
+        else:
+            reached.append(text)
+    holds = None if all(one.startswith("not ") for one in reached) else True
+    return Finding(False if false else holds, f"{rows} rows: {'; '.join(reached)}")
 
 
 def _run(backend: Backend, product: Product, left: Any, right: Any, sizes: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ from benchmarks.gpu import comparison
 from benchmarks.gpu.clocks import Clocks
 from benchmarks.gpu.comparison import EVEN, LAYERS, ONE_ROUND, PROFILED, SKEWS, TINY, Layer, Prepared
 from benchmarks.gpu.device import kernel_seconds
-from benchmarks.gpu.findings import Check, Finding, Scale
+from benchmarks.gpu.findings import Finding, Scale
 from benchmarks.render.results import Table, Value
 
 PRODUCTS, EXCHANGE = "products", "copies of rows in place of the exchange"
@@ -110,26 +110,22 @@ def by_part(rows: list[list[Value]], name: str) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda one: -one[1]))
 
 
-def products_take_most(name: str) -> Check:
-    """Return the check of one layer: products take most of the time of a call of `exact` with one round."""
-
-    def check(scale: Scale) -> Finding:
-        if scale.dry and name != next(iter(LAYERS)):
-            return Finding(None, "not in a dry run")
-        layer: Layer = scale.of(LAYERS[name], TINY)
-        rows: list[list[Value]] = []
-        reasons: list[str] = []
-        for skew in (SKEWS[0], EVEN):
-            for system in PROFILED:
-                with comparison.attempt(reasons.append):
-                    rows += kernels_of(comparison.prepared(layer), system, skew, scale)
-                scale.keep(Table(COLUMNS, rows))
-        parts = by_part(rows, ONE_ROUND)
-        if not parts:
-            return Finding(None, "; ".join(reasons) or "the profile has no kernels", Table(COLUMNS, rows))
-        whole = next(float(row[-1]) for row in rows if row[:3] == [HIGHEST, ONE_ROUND, WHOLE])  # type: ignore[arg-type]
-        texts = [f"{part} {ms:.2f}" for part, ms in parts.items()]
-        found = f"{whole:.2f} ms, of them {'; '.join(texts)}; idle {whole - sum(parts.values()):.2f}"
-        return Finding(parts.get(PRODUCTS, 0.0) > whole / 2, found, Table(COLUMNS, rows))
-
-    return check
+def products_take_most(name: str, scale: Scale) -> Finding:
+    """Check that products take most of the time of a call of `exact` with one round in a layer."""
+    if scale.dry and name != next(iter(LAYERS)):
+        return Finding(None, "not in a dry run")
+    layer: Layer = scale.of(LAYERS[name], TINY)
+    rows: list[list[Value]] = []
+    reasons: list[str] = []
+    for skew in (SKEWS[0], EVEN):
+        for system in PROFILED:
+            with comparison.attempt(reasons.append):
+                rows += kernels_of(comparison.prepared(layer), system, skew, scale)
+            scale.keep(Table(COLUMNS, rows))
+    parts = by_part(rows, ONE_ROUND)
+    if not parts:
+        return Finding(None, "; ".join(reasons) or "the profile has no kernels", Table(COLUMNS, rows))
+    whole = next(float(row[-1]) for row in rows if row[:3] == [HIGHEST, ONE_ROUND, WHOLE])  # type: ignore[arg-type]
+    texts = [f"{part} {ms:.2f}" for part, ms in parts.items()]
+    found = f"{whole:.2f} ms, of them {'; '.join(texts)}; idle {whole - sum(parts.values()):.2f}"
+    return Finding(parts.get(PRODUCTS, 0.0) > whole / 2, found, Table(COLUMNS, rows))

@@ -18,7 +18,7 @@ from jax.stages import Compiled, Lowered
 
 from benchmarks.gpu.compiled import MEMORY_WITHIN
 from benchmarks.gpu.device import gpu_kind
-from benchmarks.gpu.findings import Check, Finding, Scale
+from benchmarks.gpu.findings import Finding, Scale
 from benchmarks.render.results import Table, Value
 from jax_moe_lb.aot import ProgramReport, Target, compiler_options
 from jax_moe_lb.aot.compile import read_report
@@ -177,21 +177,17 @@ class Run:
         return float(np.median(times)), (time.perf_counter() - begin) / number
 
 
-def step_holds(name: str) -> Check:
-    """Return the check of a step's time, memory and losses against the estimates."""
-
-    def check(scale: Scale) -> Finding:
-        if scale.dry and name != "qwen3":
-            return Finding(None, "not in a dry run")
-        try:
-            return _measured(Step.of(scale.of(CASES[name], TINY)), scale)
-        except jax.errors.JaxRuntimeError as error:
-            # Later cases may fit, while other errors may be of the device.
-            if not str(error).startswith("RESOURCE_EXHAUSTED"):
-                raise
-            return Finding(False, " ".join(str(error).split())[:400])
-
-    return check
+def step_holds(name: str, scale: Scale) -> Finding:
+    """Check a step's time, memory and losses against the estimates."""
+    if scale.dry and name != "qwen3":
+        return Finding(None, "not in a dry run")
+    try:
+        return _measured(Step.of(scale.of(CASES[name], TINY)), scale)
+    except jax.errors.JaxRuntimeError as error:
+        # Later cases may fit, while other errors may be of the device.
+        if not str(error).startswith("RESOURCE_EXHAUSTED"):
+            raise
+        return Finding(False, " ".join(str(error).split())[:400])
 
 
 def _measured(step: Step, scale: Scale) -> Finding:

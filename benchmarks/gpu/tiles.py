@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.gpu.clocks import Clocks
 from benchmarks.gpu.device import gpu_kind
-from benchmarks.gpu.findings import Check, Finding, Scale
+from benchmarks.gpu.findings import Finding, Scale
 from benchmarks.gpu.kit import Program, Programs, compile_all, compiled_one, in_words
 from benchmarks.gpu.once import guarded
 from benchmarks.gpu.products import MOST_ERROR, TABLE, difference, work_of
@@ -251,26 +251,22 @@ def model_programs(model: Model) -> Programs:
     return wanted
 
 
-def fastest(name: str) -> Check:
-    """Return the check that the chosen kernels are as fast as the fastest measured, for all products of a model."""
-
-    def check(scale: Scale) -> Finding:
-        model = scale.of(MODELS[name], TINY)
-        every = cases(model)
-        compiled = compile_all(model_programs(model))
-        clock = Clock(scale.of(8192, 64))
-        rows: list[list[Value]] = []
-        with Clocks() as clocks:
-            for case in every:
-                try:
-                    rows += _measure(case, compiled, clock, model, name, clocks)
-                except Exception as error:  # such as no memory for operands; other products are measured
-                    start = [name, case.name, case.product.kind, case.product.num_rows]
-                    rows.append([*start, *[None] * (len(COLUMNS) - len(start) - 1), in_words(error)])
-                scale.keep(Table(COLUMNS, rows))
-        return _finding(rows, every)
-
-    return check
+def fastest(name: str, scale: Scale) -> Finding:
+    """Check that the chosen kernels are as fast as the fastest measured, for all products of a model."""
+    model = scale.of(MODELS[name], TINY)
+    every = cases(model)
+    compiled = compile_all(model_programs(model))
+    clock = Clock(scale.of(8192, 64))
+    rows: list[list[Value]] = []
+    with Clocks() as clocks:
+        for case in every:
+            try:
+                rows += _measure(case, compiled, clock, model, name, clocks)
+            except Exception as error:  # such as no memory for operands; other products are measured
+                start = [name, case.name, case.product.kind, case.product.num_rows]
+                rows.append([*start, *[None] * (len(COLUMNS) - len(start) - 1), in_words(error)])
+            scale.keep(Table(COLUMNS, rows))
+    return _finding(rows, every)
 
 
 def _measure(

@@ -215,7 +215,7 @@ def test_a_product_whose_operands_fail_leaves_the_others(monkeypatch):
 
     monkeypatch.setattr(tiles, "_measure", measure)
     monkeypatch.setattr(tiles, "compile_all", lambda _: {})
-    rows = tiles.fastest("Mixtral-8x7B")(Scale(True)).table.rows
+    rows = tiles.fastest("Mixtral-8x7B", Scale(True)).table.rows
     assert [row[1] for row in rows] == ["up", "down"] * 3
     assert {row[-1] for row in rows if row[1] == "up"} == {"RuntimeError: out of memory"}
 
