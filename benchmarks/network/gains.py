@@ -1,10 +1,11 @@
 """Gain over `plain` by the imbalance of the ranks and the rate of the links, and its break-even."""
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from benchmarks.network.testbed import CONFIG, NUM_RANKS, Case
 from benchmarks.render.results import Table, Value, spread
 from jax_moe_lb import exact, plain
 from jax_moe_lb.sim import LoadShape, ModelShape, skewed_counts
+
+Key = TypeVar("Key")
 
 _FIELDS = ("num_layers", "embed_dim", "mlp_dim", "num_experts", "experts_per_token")
 _SIZES = (getattr(CONFIG.model, name) for name in _FIELDS)
@@ -37,10 +40,17 @@ def counts_of(routing: str) -> np.ndarray:
 @cache
 def records() -> tuple[np.ndarray, dict[str, list[list[float]]]]:
     """Return the records of all routings, and those of each routing by step and layer."""
-    all_counts = np.stack([counts_of(routing) for routing in ROUTINGS])
-    numbers = np.arange(np.prod(all_counts.shape[:3]), dtype=np.float64).reshape(all_counts.shape[:3])
-    flat = all_counts.reshape(-1, *all_counts.shape[3:])
-    return flat, {routing: of.tolist() for routing, of in zip(ROUTINGS, numbers, strict=True)}
+    return numbered({routing: counts_of(routing) for routing in ROUTINGS})
+
+
+def numbered(counts: Mapping[Key, np.ndarray]) -> tuple[np.ndarray, dict[Key, list[list[float]]]]:
+    """Return counts `[steps, layers, R, E]` of all keys as records `[records, R, E]`, and the numbers of each key's."""
+    numbers, first = {}, 0
+    for key, of in counts.items():
+        last = first + math.prod(of.shape[:2])
+        numbers[key] = np.arange(first, last, dtype=np.float64).reshape(of.shape[:2]).tolist()
+        first = last
+    return np.concatenate([of.reshape(-1, *of.shape[2:]) for of in counts.values()]), numbers
 
 
 GAINS = {"system": "", "over": "", "Mbit/s": ".0f", "imbalance": ".2f", "exchanges %": ".0f"}

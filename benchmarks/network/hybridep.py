@@ -14,10 +14,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.network import sandbox
+from benchmarks.network.jax_ranks import Timed, launch_jax, timed_at
 from benchmarks.network.launch import Rank
+from benchmarks.network.layer import CHOICES, RATIOS, Choice, Sizes, jitted_step, wan_bytes, wan_s, work_of
 from benchmarks.network.shaping import payload_bytes_per_s
 from benchmarks.network.topologies import two_datacenters
 from benchmarks.render.results import Table, Value, spread
+from jax_moe_lb.core import Level
+from jax_moe_lb.sim.stream_model import choose_level
 
 RATES_BITS_PER_S = (100e6, 300e6, 1000e6)
 
@@ -43,11 +47,8 @@ CLEARLY = 1.2
 # ---- a rank --------------------------------------------------------------------
 
 
-def body(rank: Rank, sizes: Any, repeats: int) -> list[list[Any]]:
+def body(rank: Rank, sizes: Sizes, repeats: int) -> list[list[Timed]]:
     """Return the times of every program at every rate; rank 0 also sets the rate and reads the counters."""
-    from benchmarks.network.jax_ranks import timed_at
-    from benchmarks.network.layer import CHOICES, jitted_step
-
     rates = None, *RATES_BITS_PER_S
     return [
         list(timed_at(rank, *jitted_step(one, sizes), rates, repeats, f"{sizes}, {one}").values()) for one in CHOICES
@@ -59,9 +60,6 @@ def body(rank: Rank, sizes: Any, repeats: int) -> list[list[Any]]:
 
 def measure(num_tokens: int, inner: int, repeats: int) -> list[dict[str, Any]]:
     """Return one row per program and rate."""
-    from benchmarks.network.jax_ranks import launch_jax
-    from benchmarks.network.layer import CHOICES, Sizes
-
     sizes, options = Sizes(num_tokens, WIDTH, inner), {"devices_per_process": DEVICES_PER_PROCESS}
     with two_datacenters(1) as network:
         ranks = launch_jax(network, lambda rank: body(rank, sizes, repeats), deadline_s=DEADLINE_S, **options)
@@ -69,10 +67,8 @@ def measure(num_tokens: int, inner: int, repeats: int) -> list[dict[str, Any]]:
     return [row for choice, of_ranks in programs for row in rows_of(sizes, choice, of_ranks)]
 
 
-def rows_of(sizes: Any, choice: Any, of_ranks: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
+def rows_of(sizes: Sizes, choice: Choice, of_ranks: Sequence[Sequence[Timed]]) -> list[dict[str, Any]]:
     """Return predictions and measurements of one program at every rate."""
-    from benchmarks.network.layer import wan_bytes, wan_s
-
     # The slowest rank determines the step.
     unlimited_s, *limited_s = np.max([[seconds for seconds, _ in times] for times in of_ranks], 0).tolist()
     common = {
@@ -111,10 +107,6 @@ def measured_table(rows: list[dict[str, Any]]) -> Table:
 
 def winners(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the model's choice across datacenters and the fastest, for every rate, sizes and ratio."""
-    from benchmarks.network.layer import RATIOS, work_of
-    from jax_moe_lb.core import Level
-    from jax_moe_lb.sim.stream_model import choose_level
-
     points = []
     for first in (row for row in rows if row["domain_sizes"] == [1, 1]):
         alike = [row for row in rows if all(row[key] == first[key] for key in ("wan_bits_per_s", "sizes"))]
@@ -133,8 +125,6 @@ def winners(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """Return predicted and measured seconds of plain expert parallelism and of domains across the datacenters."""
-    from benchmarks.network.layer import RATIOS
-
     columns = {"Mbit/s": ".0f", "tokens MB": ".2f", "experts MB": ".2f"}
     for head in ("1 x 1", *(f"2 x 1, CR {ratio:.0f}" for ratio in RATIOS)):
         columns |= {f"{head}: predicted s": ".2f", f"{head}: measured s": ".2f"}

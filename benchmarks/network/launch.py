@@ -85,14 +85,12 @@ class _Child:
     status: int | None = None
 
     def poll(self) -> bool:
-        """Return whether the process has ended."""
         if self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.status = os.waitstatus_to_exitcode(status) if pid else None
         return self.status is not None
 
     def end(self) -> None:
-        """Kill the process if it is running."""
         if not self.poll():
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)

@@ -19,8 +19,6 @@ LATE = "rto_min 5s"
 
 @dataclass(frozen=True)
 class Interface:
-    """A device of a namespace."""
-
     namespace: str
     device: str
 
@@ -37,7 +35,6 @@ class Counters:
 
 
 def run(*words: str) -> str:
-    """Run a command and return its output."""
     done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
     if done.returncode:
         raise RuntimeError(f"`{' '.join(words)}`: {done.stderr.strip() or done.stdout.strip()}")

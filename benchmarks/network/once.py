@@ -14,12 +14,17 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from benchmarks.network import sandbox
+from benchmarks.network.jax_ranks import launch_jax, timed_at
 from benchmarks.network.launch import Rank
+from benchmarks.network.layer import MESH_AXES, placed, whole_mesh
 from benchmarks.network.topologies import two_datacenters
 from benchmarks.render.results import Table, Value, spread
+from jax_moe_lb import Buffers, Experts, MoEParams, System, TopK, Topology, moe, transport
 
 NODES, MEMBERS = 2, 2
 RANKS = NODES * MEMBERS
@@ -62,12 +67,6 @@ def rows_between_nodes(dispatch: str) -> int:
 
 def step_of(name: str) -> tuple[Any, tuple]:
     """Return the jitted gradients of a layer, and its arguments, sharded over processes."""
-    import jax
-    from jax.sharding import PartitionSpec
-
-    from benchmarks.network.layer import MESH_AXES, placed, whole_mesh
-    from jax_moe_lb import Buffers, Experts, MoEParams, System, TopK, Topology, moe, transport
-
     mesh = whole_mesh()
     topology, by_rank = Topology.from_mesh(mesh, MESH_AXES), PartitionSpec(MESH_AXES)
     buffers = Buffers(1.0, max_rounds=1)
@@ -97,8 +96,6 @@ def step_of(name: str) -> tuple[Any, tuple]:
 
 def body(rank: Rank) -> list[dict[str, Any]]:
     """Time every program at every rate on all ranks; rank 0 also sets the rate and reads the counters."""
-    from benchmarks.network.jax_ranks import timed_at
-
     found = []
     for name in DISPATCHES:
         timed = timed_at(rank, *step_of(name), RATES_BITS_PER_S, REPEATS, name)
@@ -113,8 +110,6 @@ def body(rank: Rank) -> list[dict[str, Any]]:
 
 def rows_of(processes: int, devices: int) -> list[list[Value]]:
     """Return the rows of the table for one division into processes."""
-    from benchmarks.network.jax_ranks import launch_jax
-
     with two_datacenters(processes // NODES) as network:
         ranks = launch_jax(network, body, devices_per_process=devices, deadline_s=DEADLINE_S)
     table: list[list[Value]] = []

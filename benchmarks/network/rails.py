@@ -52,8 +52,6 @@ K = TypeVar("K")
 
 @dataclass(frozen=True)
 class Trial:
-    """One exchange."""
-
     seconds: float
     nic_bytes: list[list[int]]
 
@@ -158,7 +156,6 @@ class Result:
 
     @property
     def median_s(self) -> float:
-        """Median of the measured seconds."""
         return float(np.median(self.seconds))
 
 

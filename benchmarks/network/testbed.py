@@ -20,6 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.layer.dispatches import sending_copies
+from benchmarks.network.jax_ranks import barrier, check_same_program, launch_jax
 from benchmarks.network.launch import Rank
 from benchmarks.network.quota import CpuGroup, cpu_groups
 from benchmarks.network.replayed import OWN, Replayed
@@ -175,7 +176,8 @@ def _functions(
     def step(state: nnx.State, tokens: jax.Array, of_layers: list[jax.Array]) -> tuple[nnx.State, jax.Array, Any]:
         model, optimizer = nnx.merge(graph, state)
         if case.system is None:
-            loss, gradients = nnx.value_and_grad(_loss_without_experts)(model, tokens)
+            without_experts = nnx.value_and_grad(lambda of: next_token_loss(partial(_without_experts, of), tokens)[0])
+            loss, gradients = without_experts(model)
             stats: Stats | int = jnp.int32(0)
         else:
             if not case.bias_rate:
@@ -189,10 +191,6 @@ def _functions(
         return nnx.state((model, optimizer)), loss, stats
 
     return lambda seed: nnx.state(create(seed)), step, lambda state: nnx.merge(graph, state)[0]
-
-
-def _loss_without_experts(model: Decoder, tokens: jax.Array) -> jax.Array:
-    return next_token_loss(partial(_without_experts, model), tokens)[0]
 
 
 def _without_experts(model: Decoder, tokens: jax.Array) -> tuple[jax.Array, Any]:
@@ -212,8 +210,6 @@ class Testbed:
 
     def limits(self, bits_per_s: float | None, cores: float | None) -> None:
         """Set the rate of all links and the quota of this rank, on all ranks together."""
-        from benchmarks.network.jax_ranks import barrier
-
         barrier("before limits")
         if self.rank.index == 0:
             self.rank.network.set_rate(bits_per_s)
@@ -224,14 +220,12 @@ class Testbed:
         self, cases: Mapping[str, Case], records: np.ndarray, config: TrainConfig = CONFIG
     ) -> dict[str, Program]:
         """Compile the programs of cases, the same on all ranks, and return the memory of compilation to the system."""
-        from benchmarks.network.jax_ranks import check_same_program
-
         programs = {}
         for name, case in cases.items():
             programs[name] = Program(case, config, self.mesh, records)
             check_same_program(programs[name].lowered.as_text())
             self.say(f"{name}: compiled")
-        release_memory()
+        ctypes.CDLL(None).malloc_trim(0)
         return programs
 
     def say(self, line: str) -> None:
@@ -242,8 +236,6 @@ class Testbed:
     def times(
         self, program: Program, corpus: Corpus, steps: int, records: Sequence[Sequence[float]] | None, warm_steps: int
     ) -> dict[str, Any]:
-        from benchmarks.network.jax_ranks import barrier
-
         config, rows = program.config, []
         for number in range(warm_steps + steps):
             batch = corpus.batch(config.seed, 1 + number, config.batch.size, config.batch.sequence_length)
@@ -257,11 +249,6 @@ class Testbed:
         return {name: [row[name] for row in rows[warm_steps:]] for name in rows[0]}
 
 
-def release_memory() -> None:
-    """Return freed memory to the system, such as that of compilation."""
-    ctypes.CDLL(None).malloc_trim(0)
-
-
 def prepare(groups: Sequence[CpuGroup], rank: Rank) -> None:
     """Move a rank into its group, on one core."""
     cores = sorted(os.sched_getaffinity(0))
@@ -272,9 +259,6 @@ def prepare(groups: Sequence[CpuGroup], rank: Rank) -> None:
 
 def run(body: Callable[[Testbed], Any], deadline_s: float) -> list[Any]:
     """Run a function on all ranks of the testbed, and return the results."""
-    import models.training.step  # noqa: F401 (once, before ranks are forked)
-    from benchmarks.network.jax_ranks import launch_jax
-
     with cpu_groups(NUM_RANKS) as groups, one_switch(NUM_RANKS) as network:
         # Compilation on a busy machine delays heartbeats.
         options = {"devices_per_process": 1, "deadline_s": deadline_s, "heartbeat_s": 100}

@@ -16,7 +16,6 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,9 @@ from jax_moe_lb import System
 from jax_moe_lb.balancers import Exact
 from jax_moe_lb.sim import Cluster, Migration, Report, mean_report, replay
 from jax_moe_lb.sim.config import load_config
+from jax_moe_lb.sim.machine_profile import to_yaml
+from jax_moe_lb.sim.measure import HIDDEN, INNER
+from jax_moe_lb.sim.measure import measure as measure_machine
 from models.data.sources import default_corpus
 
 ROUND = 6
@@ -38,6 +40,11 @@ ROUND = 6
 RESULTS = Path(__file__).parents[1] / "results"
 ALL_ROUNDS = RESULTS / "network_training.json"
 RAW = Path("runs/network_training")
+"""Folder of raw measurements."""
+
+PASSES = 2
+"""Interleaved passes over all points."""
+
 CALIBRATION, MEASURED = f"calibration_{ROUND}.json", f"measured_{ROUND}_0.json"
 
 
@@ -85,15 +92,12 @@ def compared(predicted: Table, measured: Sequence[Mapping[str, Any]]) -> dict[st
 
 def calibrate(bed: Testbed) -> dict[str, Any]:
     """Return the machine's description and the seconds of a step without experts, at every rate."""
-    from jax_moe_lb.sim import measure
-    from jax_moe_lb.sim.machine_profile import to_yaml
-
     corpus = default_corpus(CONFIG.data.max_corpus_bytes)
     program = Program(Case(None), CONFIG, bed.mesh, np.zeros((1, NUM_RANKS, CONFIG.model.num_experts), np.int32))
     found = {}
     for rate in RATES:
         bed.limits(rate, CORES)
-        machine = to_yaml(measure.measure(NUM_RANKS), measure.HIDDEN, measure.INNER)
+        machine = to_yaml(measure_machine(NUM_RANKS), HIDDEN, INNER)
         rest = bed.times(program, corpus, 5, None, WARM_STEPS)["seconds"]
         found[str(rate)] = {"machine": machine, "rest_s": rest}
         bed.limits(None, None)
@@ -183,37 +187,37 @@ def calibration_table(found: dict[str, Any]) -> Table:
 # ---- measurements --------------------------------------------------------------
 
 
-def measure(bed: Testbed, passes: int, raw: str) -> list[dict[str, Any]]:
+def measure(bed: Testbed) -> list[dict[str, Any]]:
     """Return the times of all points, interleaved."""
     table, numbers = records()
     programs = bed.compiled(CASES, table)
     corpus, found = default_corpus(CONFIG.data.max_corpus_bytes), list[dict[str, Any]]()
     for rate in RATES:
         bed.limits(rate, CORES)
-        for turn, routing, name in itertools.product(range(passes), ROUTINGS, CASES):
+        for turn, routing, name in itertools.product(range(PASSES), ROUTINGS, CASES):
             times = bed.times(programs[name], corpus, STEPS, numbers[routing], WARM_STEPS)
             found.append({"rate": rate, "turn": turn, "routing": routing, "system": name, **times})
-            Path(f"{raw}.{bed.rank.index}").write_text(json.dumps(found))
+            (RAW / f"{MEASURED}.{bed.rank.index}").write_text(json.dumps(found))
             bed.say(f"{turn} {rate / 1e6:.0f} {routing} {name}: {np.mean(times['seconds']):.3f} s")
         bed.limits(None, None)
     return found
 
 
-def measured_points(folder: Path) -> list[dict[str, Any]]:
+def measured_points() -> list[dict[str, Any]]:
     """Return the measurements, with the seconds of the slowest rank."""
-    return slowest([one["points"] for one in json.loads((folder / MEASURED).read_text())])
+    return slowest([one["points"] for one in json.loads((RAW / MEASURED).read_text())])
 
 
-def predict(folder: Path) -> dict[str, Table]:
+def predict() -> dict[str, Table]:
     """Return the calibrated rates and the predictions."""
-    calibration = json.loads((folder / CALIBRATION).read_text())
+    calibration = json.loads((RAW / CALIBRATION).read_text())
     return {"calibrated": calibration_table(calibration), "predictions": predictions(calibration)}
 
 
-def compare(folder: Path) -> dict[str, Table]:
+def compare() -> dict[str, Table]:
     """Return the predictions beside the measurements."""
     predicted = read(ALL_ROUNDS)[f"network_training_predicted_{ROUND}"].tables["predictions"]
-    return compared(predicted, measured_points(folder))
+    return compared(predicted, measured_points())
 
 
 REPORTS = {"predict": ("predicted", predict), "compare": ("measured", compare)}
@@ -222,8 +226,6 @@ REPORTS = {"predict": ("predicted", predict), "compare": ("measured", compare)}
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("part", choices=("calibrate", "measure", *REPORTS))
-    parser.add_argument("--passes", type=int, default=2, help="Interleaved passes over all points.")
-    parser.add_argument("--folder", type=Path, default=RAW, help="Folder of raw measurements.")
 
 
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
@@ -231,16 +233,15 @@ def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     os.environ["GLIBC_TUNABLES"] = KEEP_MEMORY
     if given.part in REPORTS:
         name, report = REPORTS[given.part]
-        tables = report(given.folder)
+        tables = report()
         if given.out is None:
             save_run(tables, f"network_training_{name}_{ROUND}", ALL_ROUNDS)
         return tables
     sandbox.enter()
-    given.folder.mkdir(parents=True, exist_ok=True)
+    RAW.mkdir(parents=True, exist_ok=True)
     if given.part == "calibrate":
-        (given.folder / CALIBRATION).write_text(json.dumps(calibrated(run(calibrate, 900)), indent=1))
+        (RAW / CALIBRATION).write_text(json.dumps(calibrated(run(calibrate, 900)), indent=1))
     else:
-        raw = given.folder.absolute() / MEASURED
-        ranks = run(partial(measure, passes=given.passes, raw=str(raw)), 7200)
-        raw.write_text(json.dumps([{"points": points} for points in ranks]))
+        ranks = run(measure, 7200)
+        (RAW / MEASURED).write_text(json.dumps([{"points": points} for points in ranks]))
     return {}

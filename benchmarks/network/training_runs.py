@@ -107,7 +107,6 @@ class Workload:
         return dataclasses.replace(CONFIG, batch=batch, parallel=parallel)
 
     def corpus(self, step: int) -> Corpus:
-        """Return the text of a step."""
         if not self.changes_text:
             return usual_text()
         return sources() if step < self.change else documentation()
@@ -181,8 +180,6 @@ def dropped_percent(curve: Curve) -> float:
 
 
 class Key(NamedTuple):
-    """A run."""
-
     run: str
     workload: str = USUAL
     seed: int = 0

@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.network import sandbox, testbed
 from benchmarks.network import training as rounds
 from benchmarks.network import training_runs as runs
-from benchmarks.network.gains import GAINS, ROUTINGS, break_even, counts_of, gain_rows
+from benchmarks.network.gains import GAINS, ROUTINGS, break_even, counts_of, gain_rows, numbered
 from benchmarks.render.results import Table, Value, read, save_run, spread
 from models.data.sources import default_corpus
 
@@ -151,12 +151,7 @@ def records_of(folder: Path) -> tuple[np.ndarray, Records]:
         counts |= dict.fromkeys(((workload, name) for name in runs.WHOLE), counts_on(workload, folder))
     for workload in ROUTINGS:
         counts |= dict.fromkeys(((workload, name) for name in runs.WHOLE[1:]), counts_on(workload, folder))
-    sizes = np.cumsum([0, *(of[..., 0, 0].size for of in counts.values())])
-    numbers = {
-        point: np.arange(first, first + of[..., 0, 0].size, dtype=np.float64).reshape(of.shape[:2]).tolist()
-        for (point, of), first in zip(counts.items(), sizes, strict=False)
-    }
-    return np.concatenate([of.reshape(-1, *of.shape[2:]) for of in counts.values()]), numbers
+    return numbered(counts)
 
 
 def program_of(name: str) -> str:
@@ -217,7 +212,7 @@ def tables(folder: Path, curves: Path) -> dict[str, Table]:
     seconds, first = seconds_of(ranks), ranks[0]
     on_workloads = workloads(seconds, read(SPEED)["network_training_speed_predicted"].tables["predictions"])
     predicted = read(rounds.ALL_ROUNDS)[f"network_training_predicted_{rounds.ROUND}"].tables["predictions"]
-    over_plain = gain_rows(predicted, rounds.step_ms(rounds.measured_points(rounds.RAW)))
+    over_plain = gain_rows(predicted, rounds.step_ms(rounds.measured_points()))
     gains = Table(GAINS, [*over_plain, *over_headroom(on_workloads)])
     of_runs = {name: times for (workload, name), times in seconds.items() if workload == runs.USUAL}
     of_curves = {name: runs.load_curve(runs.Key(name).path(curves)) for name in runs.TIMED}

@@ -17,6 +17,7 @@ import numpy as np
 
 from benchmarks.network import sandbox
 from benchmarks.network import training_runs as runs
+from benchmarks.network.jax_ranks import barrier
 from benchmarks.network.testbed import CONFIG, CORES, KEEP_MEMORY, NUM_RANKS, Testbed, run
 from benchmarks.network.training_speed import RATE
 from benchmarks.render.results import Table, Value
@@ -54,8 +55,6 @@ def table(blocks: Mapping[str, Blocks]) -> Table:
 
 def measure(bed: Testbed) -> dict[str, Blocks]:
     """Train all runs, and return the blocks of each on this rank; rank 0 also writes them after each block."""
-    from benchmarks.network.jax_ranks import barrier
-
     no_records = np.zeros((1, NUM_RANKS, CONFIG.model.num_experts), np.int32)
     programs = bed.compiled({name: runs.CASES[name] for name in RUNS}, no_records, runs.SMALL)
     corpus, sharding, size = runs.usual_text(), batch_sharding(bed.mesh), runs.SMALL.batch.size
