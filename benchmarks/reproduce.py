@@ -48,8 +48,6 @@ def _network(given: argparse.Namespace) -> str | None:
 
 @dataclass(frozen=True)
 class Run:
-    """One benchmark."""
-
     module: str
     options: tuple[str, ...] = ()
     quick: tuple[str, ...] | None = None

@@ -10,7 +10,6 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.layer.dispatches import sending_copies
-from benchmarks.render.results import Table, load
+from benchmarks.render.results import Table
 from jax_moe_lb import Experts, MoEParams, System, TopK, Topology, moe
 from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_for, quiet_stderr, use_no_accelerators
 from jax_moe_lb.layer import CHECKPOINT_NAMES
@@ -149,23 +148,13 @@ def compared(case: Case, compiled_bytes: float) -> list[Any]:
     return [case.name, case.target, *numbers[0], *numbers[1]]
 
 
-def compiled_gb(path: Path) -> dict[str, float]:
-    """Return the memory of each program in an earlier run."""
-    return {row["layers"]: row["compiled GB"] for row in load(path)["compared"].dicts()}
-
-
-def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--compiled", type=Path, metavar="FILE", help="Earlier results; their programs are skipped.")
-
-
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
+    del given
     use_no_accelerators()
-    earlier: dict[str, float] = compiled_gb(given.compiled) if given.compiled else {}
     rows: list[list[Any]] = []
     for case in CASES:
         with quiet_stderr():
-            num_bytes = earlier[case.name] * 1e9 if case.name in earlier else case.compile().total_bytes
-        rows.append(compared(case, num_bytes))
+            rows.append(compared(case, case.compile().total_bytes))
         print(rows[-1], flush=True)
     columns = {"GB": ".2f", "compiled GB": ".2f", "deviation": "+.1%"}
     beside = {"beside GB": ".2f", "compiled beside GB": ".2f", "beside deviation": "+.1%"}

@@ -84,25 +84,15 @@ def ragged_dot_ring(x: jax.Array, kernel: jax.Array, experts: Experts, per_tok: 
     order = jnp.argsort(local, stable=True)[:room]
     sizes = jnp.bincount(local, length=num_home + 1)[:num_home].astype(jnp.int32)
     rows = tokens[order // per_tok]
-    hidden = jax.nn.silu(_ragged(rows, experts.gate, sizes)) * _ragged(rows, experts.up, sizes)
-    outputs = _ragged(hidden, experts.down, sizes)
+    gate, up = (jax.lax.ragged_dot(rows, matrices, sizes) for matrices in (experts.gate, experts.up))
+    outputs = jax.lax.ragged_dot(jax.nn.silu(gate) * up, experts.down, sizes)
     # XLA leaves rows beyond the groups, which belong to other ranks, unspecified.
     is_mine = jnp.arange(room) < sizes.sum()
     outputs = jnp.where(is_mine[:, None], outputs * weights.reshape(-1)[order, None].astype(x.dtype), 0)
     return jax.lax.psum_scatter(jnp.zeros_like(tokens).at[order // per_tok].add(outputs), AXIS, tiled=True)
 
 
-def _ragged(rows: jax.Array, matrices: jax.Array | None, sizes: jax.Array) -> jax.Array:
-    return jax.lax.ragged_dot(rows, _there(matrices), sizes)
-
-
 def _ffn(rows: jax.Array, experts: Experts) -> jax.Array:
     """Apply each expert to its rows of `[L, N, H]`."""
-    gate, up = (jnp.einsum("enh,ehf->enf", rows, _there(matrices)) for matrices in (experts.gate, experts.up))
+    gate, up = (jnp.einsum("enh,ehf->enf", rows, matrices) for matrices in (experts.gate, experts.up))
     return jnp.einsum("enf,efh->enh", jax.nn.silu(gate) * up, experts.down)
-
-
-def _there(matrices: jax.Array | None) -> jax.Array:
-    if matrices is None:
-        raise ValueError("experts.gate is None; expected SwiGLU experts")
-    return matrices

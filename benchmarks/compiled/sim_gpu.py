@@ -45,15 +45,11 @@ def simulated_ms(layer: Layer, name: str, skew: str) -> float:
     cluster = machine(layer, joins=not name.endswith(OWN))
     found = simulate(variant.system, model, cluster, served.counts[None], step=Step(exchange_counts=False))
     work, _ = layer_work(variant.system, model, cluster, served.counts)
-    joined_at_home = work.joins * layer.experts // layer.ranks
-    more = measured_bytes(variant.system.replica_slots, joined_at_home, model) - work.arriving
+    # The measured program copied and added the gradients of all replica slots.
+    slots, joined_at_home = variant.system.replica_slots, work.joins * layer.experts // layer.ranks
+    added = (3 + 4 * SUMS_BYTES / model.itemsize) * (slots > 0)
+    more = (2 * joined_at_home + 4 * slots + added) * model.expert_bytes - work.arriving
     return 1e3 * (found.step_s + more / cluster.hbm_bytes_per_s)
-
-
-def measured_bytes(replica_slots: int, joined_at_home: int, model: ModelShape) -> float:
-    """Return the bytes of the gradients of replicas in the measured program, which copied and added all slots."""
-    added = (3 + 4 * SUMS_BYTES / model.itemsize) * (replica_slots > 0)
-    return (2 * joined_at_home + 4 * replica_slots + added) * model.expert_bytes
 
 
 def rows_of(name: str, skews: tuple[str, ...] = ()) -> Iterator[list[Value]]:

@@ -53,9 +53,9 @@ def compiled(target: str, system: System, folder: Path, sizes: LayerSizes = SIZE
     return report
 
 
-def load_of(target: str, system: System, skew: str = DEFAULT_LOAD) -> LayerLoad:
+def load_of(target: str, system: System, skew: str = DEFAULT_LOAD, sizes: LayerSizes = SIZES) -> LayerLoad:
     topology = Target.parse(target).topology()
-    return LayerLoad.of(system, SIZES, topology, counts_of(skew, SIZES, topology.num_ranks), skew)
+    return LayerLoad.of(system, sizes, topology, counts_of(skew, sizes, topology.num_ranks), skew)
 
 
 def each(task: Callable[[Key, Path], Any], keys: Iterable[Key], given: argparse.Namespace) -> list[Any]:
@@ -217,15 +217,12 @@ LARGE = {"v6e:8x8": 128, "v6e:8x16": 128, "v6e:16x16": 256}
 
 
 def row_of_slice(key: Key, folder: Path) -> list[Value]:
-    target, system = Target.parse(key[0]), exact(max_rounds=1)
-    sizes = replace(SIZES, experts=LARGE[key[0]])
-    topology = target.topology()
-    load = LayerLoad.of(system, sizes, topology, counts_of(DEFAULT_LOAD, sizes, topology.num_ranks), DEFAULT_LOAD)
-    report = compiled(key[0], system, folder, sizes=sizes)
+    system, sizes = exact(max_rounds=1), replace(SIZES, experts=LARGE[key[0]])
+    load, report = load_of(key[0], system, sizes=sizes), compiled(key[0], system, folder, sizes)
     found = report.timeline(load)
     plan = found.stages()["plan"]
     times = found.total_s * 1e3, plan * 1e3, 100 * plan / found.total_s
-    return [f"`{key[0]}`", topology.num_ranks, sizes.experts, int(load.replicas.sum()), report.temp_bytes / 1e6, *times]
+    return [f"`{key[0]}`", report.devices, sizes.experts, int(load.replicas.sum()), report.temp_bytes / 1e6, *times]
 
 
 def of_slices(given: argparse.Namespace) -> Table:

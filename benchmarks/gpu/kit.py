@@ -71,7 +71,6 @@ class Program(NamedTuple):
         return lowered(jax.jit(self.function), arguments, device)
 
     def options(self, device: jax.Device | None) -> dict[str, Any]:
-        """Return no options."""
         del device
         return {}
 

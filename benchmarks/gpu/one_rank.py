@@ -246,8 +246,6 @@ def _call(kernel: Any, name: str, grid: tuple[int, int], *operands: Array) -> Ar
 
 @pytree
 class RankInputs:
-    """Inputs of one rank."""
-
     me: Int[Array, ""]
     routed: Int[Array, "T K"]
     weights: RoutingWeights

@@ -44,7 +44,7 @@ def overview(tables: Mapping[str, Table]) -> dict[str, Table]:
 
 def products(tables: Mapping[str, Table]) -> Table:
     """Return the rates of grouped products at even rows that fill the buffer, by model and kind."""
-    rates: dict[tuple[Value, ...], dict[str, Value]] = {}
+    rates: dict[tuple[Any, ...], dict[str, Value]] = {}
     for table in tables.values():
         for at in table.dicts():
             # A note is the reason of a wrong result.
@@ -55,18 +55,13 @@ def products(tables: Mapping[str, Table]) -> Table:
             if title is not None:
                 of_case[title] = at["TFLOP/s"]
     columns = dict.fromkeys(("model", "product", "kind", "rows", EXPERT_ROWS), "") | dict.fromkeys(PRODUCTS, ".0f")
-    rows = [
-        [*case, _rows_of_an_expert(*case), *(found.get(title) for title in PRODUCTS)]
-        for case, found in rates.items()
-        if "default" in found
-    ]
+    rows = []
+    for (name, *case, number), found in rates.items():
+        if "default" in found:
+            # Of each home expert; slots of replicas are empty.
+            of_expert = round(number / (MODELS[name].groups - MODELS[name].slots))
+            rows.append([name, *case, number, of_expert, *(found.get(title) for title in PRODUCTS)])
     return Table(columns, rows)
-
-
-def _rows_of_an_expert(name: Any, product: Any, kind: Any, rows: Any) -> int:
-    """Return the rows of each home expert; slots of replicas are empty."""
-    model = MODELS[name]
-    return round(rows / (model.groups - model.slots))
 
 
 def _slowest(table: Table) -> Table:

@@ -132,15 +132,10 @@ def compiling(*, dry_run: bool) -> Iterator[Callable[[], None]]:
             process.wait()
 
 
-def items_of(name: str, parts: Sequence[str]) -> list[Item]:
-    """Return the items of a command in some parts."""
-    every = {**SESSIONS, ALL: tuple(Item(part, runner.LIMIT_S) for part in PARTS), REST: tuple(rest())}
-    return [item for item in every[name] if item.part in parts]
-
-
 def run(name: str, folder: Path, parts: Sequence[str], again: list[str], *, dry_run: bool) -> bool:
     """Run the checks of a command, and return whether a check failed for its own fault in a dry run."""
-    items = items_of(name, parts)
+    every = {**SESSIONS, ALL: tuple(Item(part, runner.LIMIT_S) for part in PARTS), REST: tuple(rest())}
+    items = [item for item in every[name] if item.part in parts]
     once.forget()
     if name == REST or not any(item.part == STEPS_OF_RANKS for item in items):
         return _run_items(items, folder, None, again, dry_run=dry_run)

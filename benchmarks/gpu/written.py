@@ -90,7 +90,8 @@ def merged(folders: Sequence[Path], old: Path) -> dict[str, Table]:
     table, _ = runner.summary(folders[-1])
     for folder in folders:
         rows |= {row[1]: row for row in runner.summary(folder)[0].rows if row[3] in (TRUE, FALSE)}
-    claims = [_outcome(row, rows) for row in table.rows]
+    # The statement of a claim is the present one.
+    claims = [[*row[:3], *rows.get(row[1], (*row[:3], NOT_REACHED, row[4]))[3:]] for row in table.rows]
     found = {name: _with_older_rows(one, before.get(name)) for name, one in overview(latest).items()}
     return {**before, **found, CLAIMS: Table(table.columns, claims)}
 
@@ -102,11 +103,6 @@ def _with_older_rows(table: Table, older: Table | None) -> Table:
         return table
     reached = {row[0] for row in table.rows}
     return replace(table, rows=[*table.rows, *(row for row in older.rows if row[0] not in reached)])
-
-
-def _outcome(row: Sequence[Any], known: Mapping[Any, Sequence[Any]]) -> Sequence[Any]:
-    """Return the statement of a claim with its known outcome."""
-    return [*row[:3], *known.get(row[1], (*row[:3], NOT_REACHED, row[4]))[3:]]
 
 
 def kernel_rates(folders: Sequence[Path]) -> dict[tuple[str, str], float]:

@@ -146,18 +146,11 @@ def measure(mesh: Mesh, steps: dict[str, Compiled]) -> Table:
         moved_mb = of.rows_moved.mean() * WIDTH * 4 / 1e6, of.weight_bytes_moved.mean() / 1e6
         numbers = of.imbalance_after.mean(), of.straggler_after.mean(), of.rounds.mean(), *moved_mb
         times = spread(times_s[name] * 1e3), spread(times_s[name] / times_s["plain"])
-        rows.append([name, *map(float, numbers), _temporary_bytes(steps[name]) / 1e6, *times])
+        temporary_bytes = steps[name].memory_analysis().temp_size_in_bytes
+        rows.append([name, *map(float, numbers), temporary_bytes / 1e6, *times])
     before = stats["plain"]
     title = f"Before: imbalance {before.imbalance_before.mean():.3f}, straggler {before.straggler_before.mean():.0f}"
     return Table(COLUMNS, rows, title)
-
-
-def _temporary_bytes(step: Compiled) -> int:
-    """Return the temporary memory per device."""
-    analysis = step.memory_analysis()
-    if analysis is None:
-        raise RuntimeError("this backend has no memory_analysis; expected one")
-    return analysis.temp_size_in_bytes
 
 
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:

@@ -67,20 +67,12 @@ def _hot_rank(rng: np.random.Generator, num_ranks: int, num_experts: int) -> np.
     return preference
 
 
-def _first_rank(num_ranks: int) -> np.ndarray:
-    return np.arange(num_ranks) == 0
-
-
-def _all_ranks(num_ranks: int) -> np.ndarray:
-    return np.ones(num_ranks, bool)
-
-
 WORKLOADS = (
     Workload("balanced", _balanced),
     Workload("zipf", _zipf),
     Workload("lognormal", _lognormal),
     Workload("one_hot", _one_hot),
     Workload("hot_rank", _hot_rank),
-    Workload("empty_rank", _zipf, _first_rank),
-    Workload("zero_tokens", _balanced, _all_ranks),
+    Workload("empty_rank", _zipf, lambda num_ranks: np.arange(num_ranks) == 0),
+    Workload("zero_tokens", _balanced, lambda num_ranks: np.ones(num_ranks, bool)),
 )

@@ -37,8 +37,6 @@ Lanes = Int[np.ndarray, "n W"]
 
 
 class Flows(NamedTuple):
-    """Flows of an exchange."""
-
     num_bytes: Float[np.ndarray, "F"]
     choices: Paths
     path: Int[np.ndarray, "F W"]
@@ -54,8 +52,6 @@ class Seen(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Result of a simulation."""
-
     seconds: float
     end_s: Float[np.ndarray, "F"]
     sent_bytes: Float[np.ndarray, "F"]

@@ -46,12 +46,10 @@ class Fabric:
 
     @property
     def num_gpus(self) -> int:
-        """`R`, the GPUs of all nodes."""
         return self.num_nodes * self.gpus_per_node
 
     @property
     def topology(self) -> Topology:
-        """Topology of the fabric for balancers."""
         return replace(Topology.flat(self.num_gpus, self.gpus_per_node), rails_per_node=self.gpus_per_node)
 
     @property

@@ -83,9 +83,9 @@ class Fit:
         """Return GLM-5's experts, 128 of them, with one layer per microbatch."""
         return ModelShape(layers, 6144, 2048, NUM_EXPERTS, PER_TOK, self.copies // PER_TOK, pre_expert_s=self.rest_s)
 
-    def loads(self, number: int, seed: int) -> dict[int, np.ndarray]:
+    def loads(self, number: int) -> dict[int, np.ndarray]:
         """Return loads `[number, R, E]` for each number of ranks."""
-        return {case.num_ranks: counts(case, seed, number, self.copies) for case in CASES}
+        return {case.num_ranks: counts(case, 0, number, self.copies) for case in CASES}
 
 
 def run(fit: Fit, system: System, loads: np.ndarray) -> Report:
@@ -108,16 +108,16 @@ def products_ms(report: Report, number: int) -> float:
     return float(1e3 * (busy.max(1) - busy.mean(1)).mean())
 
 
-def fitted(number: int, seed: int) -> list[Fit]:
+def fitted(number: int) -> list[Fit]:
     """Return the fit for every number of tokens, the best first."""
-    return sorted((_fitted(Fit(copies), number, seed) for copies in COPIES), key=lambda fit: fit.residual)
+    return sorted((_fitted(Fit(copies), number) for copies in COPIES), key=lambda fit: fit.residual)
 
 
-def _fitted(bare: Fit, number: int, seed: int) -> Fit:
+def _fitted(bare: Fit, number: int) -> Fit:
     """Return non-negative least squares of relative deviations from six times and three stragglers."""
     rows, wanted = [], []
     row_flops = bare.model(1).row_flops
-    for num_ranks, given in bare.loads(number, seed).items():
+    for num_ranks, given in bare.loads(number).items():
         report = run(bare, SYSTEMS["before"], given)
         load = given.sum(1).reshape(number, num_ranks, -1).sum(2)
         most, above = load.max(1).mean(), (load.max(1) - load.mean(1)).mean()
@@ -133,12 +133,12 @@ def _fitted(bare: Fit, number: int, seed: int) -> Fit:
     return Fit(bare.copies, row_flops / (1e-3 * row_ms), expert_ms / row_ms, 1e-3 * rest_ms, residual)
 
 
-def stragglers(fit: Fit, number: int, seed: int) -> list[Comparison]:
+def stragglers(fit: Fit, number: int) -> list[Comparison]:
     """Return figures 5 and 6 in tokens, from the planners alone."""
     table = Comparison("figure_5_tokens", "Figure 5: token straggler (before: fitted)")
     sweep = Comparison("figure_6", "Figure 6: the token straggler on 8 ranks falls by %")
     for case in CASES:
-        loads = counts(case, seed, number, fit.copies)
+        loads = counts(case, 0, number, fit.copies)
         plans: dict[str, Callable[[np.ndarray], feplb.Plans]] = {
             "before": feplb.plain,
             "FasterMoE": feplb.fastermoe,
@@ -199,9 +199,9 @@ def layers(fit: Fit, loads: dict[int, np.ndarray]) -> tuple[list[Comparison], re
     return [times, products], results.Table(columns, rows, "Ours: ms of an MoE layer")
 
 
-def held_out(fit: Fit, number: int, seed: int) -> results.Table:
+def held_out(fit: Fit, number: int) -> results.Table:
     """Return predictions for 16 ranks of one NVLink domain, on which neither the rule nor a number was selected."""
-    widths = [width_of(case, seed, number, fit.copies) for case in CASES]
+    widths = [width_of(case, 0, number, fit.copies) for case in CASES]
     line = np.polyfit(np.log2([case.num_ranks for case in CASES]), widths, 1)
     ends = {"as on 8 ranks": widths[-1], "continued to 16": float(np.polyval(line, np.log2(HELD_OUT_RANKS)))}
     columns = {"popularity": "", "width": ".2f", "token straggler before": ".0f"}
@@ -209,7 +209,7 @@ def held_out(fit: Fit, number: int, seed: int) -> results.Table:
     columns |= {f"{name} {which}, ms": ".2f" for which in ("before", "FEPLB") for name in ("forward", "backward")}
     rows: list[list[results.Value]] = []
     for name, width in ends.items():
-        loads = sampled(HELD_OUT_RANKS, width, seed, number, fit.copies)
+        loads = sampled(HELD_OUT_RANKS, width, 0, number, fit.copies)
         before = feplb.plain(loads)
         cuts = [feplb.reduction(feplb.feplb(loads, FEPLB(tau=tau)), before) for tau in (1, 1792)]
         times = [layer_ms(run(fit, SYSTEMS[one], loads), number) for one in ("before", "FEPLB")]
@@ -219,11 +219,10 @@ def held_out(fit: Fit, number: int, seed: int) -> results.Table:
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--number", type=int, default=60, help="Microbatches to simulate.")
-    parser.add_argument("--seed", type=int, default=0)
 
 
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
-    fits = fitted(given.number, given.seed)
-    tables, ours = layers(fits[0], fits[0].loads(given.number, given.seed))
-    tables += stragglers(fits[0], 2000, given.seed)
-    return tables_of(tables) | {"ours": ours, "held_out": held_out(fits[0], HELD_OUT_MICROBATCHES, given.seed)}
+    fit = fitted(given.number)[0]
+    tables, ours = layers(fit, fit.loads(given.number))
+    tables += stragglers(fit, 2000)
+    return tables_of(tables) | {"ours": ours, "held_out": held_out(fit, HELD_OUT_MICROBATCHES)}

@@ -141,18 +141,17 @@ def sensitivity() -> Comparison:
         "half of PCIe": Assumed(pcie_bytes_per_s=Assumed().pcie_bytes_per_s / 2),
     }
 
-    def add(name: str, of: Comparison) -> None:
-        table.add(name, 0.0 if of.mean_deviation is None else of.mean_deviation)
-
     settings = {name: fitted(assumed) for name, assumed in others.items()}
     settings["fitted to deviations in seconds instead of %"] = fitted(relative=False)
     for name, setting in settings.items():
-        add(f"{name}: line of {setting.line_bytes_per_s * 8e-9:.1f} Gbit/s", table_v(setting)[1])
+        label = f"{name}: line of {setting.line_bytes_per_s * 8e-9:.1f} Gbit/s"
+        table.add(label, table_v(setting)[1].mean_deviation or 0.0)
     for name in TUTEL:
         # Other work of a step may scale differently from an all-reduce, so fit each cluster separately.
         setting = fitted(names=name)
         line = f"{setting.line_bytes_per_s * 8e-9:.1f} Gbit/s, {setting.other_s(DATACENTERS[name]):.2f} s"
-        add(f"{name} alone, fitted to its own rows: {line} beside tokens", table_v(setting, name)[1])
+        label = f"{name} alone, fitted to its own rows: {line} beside tokens"
+        table.add(label, table_v(setting, name)[1].mean_deviation or 0.0)
     table.notes.append(
         "HybridEP's times nearly equal Tutel's times without the tokens on the line, so the prediction depends on the "
         "fit of this part. Here it scales like an all-reduce, and the fit minimizes deviations in %, so that short "
@@ -160,15 +159,6 @@ def sensitivity() -> Comparison:
         "numbers were not."
     )
     return table
-
-
-def window_s(shape: ModelShape, machine: Cluster, sizes: tuple[int, ...]) -> tuple[float, float]:
-    """Return the range of times before experts, within 10 us to 100 s, for which the stream model selects these
-    domains.
-    """
-    tried = np.geomspace(1e-5, 100.0, 1401).tolist()
-    fits = [t for t in tried if migration(replace(shape, pre_expert_s=t), machine, NO_CODEC).domain_sizes == sizes]
-    return min(fits), max(fits)
 
 
 def table_vi(setting: Setting) -> Comparison:
@@ -184,10 +174,11 @@ def table_vi(setting: Setting) -> Comparison:
             table.add(f"{label}, domains {sizes} (ours would be {chosen.domain_sizes})", alone, alone_s, "s")
             table.add(f"{label}, compressed", both, both_s, "s")
             table.add(f"{label}, ratio", alone / both, alone_s / both_s, "x")
-            least_s, most_s = window_s(shape, machine, sizes)
+            others = {t: replace(shape, pre_expert_s=t) for t in np.geomspace(1e-5, 100.0, 1401).tolist()}
+            fits = [t for t, one in others.items() if migration(one, machine, NO_CODEC).domain_sizes == sizes]
             table.notes.append(
                 f"{label}: the stream model chooses {sizes} if the computation before experts takes "
-                f"{1e3 * least_s:.2f} to {1e3 * most_s:.2f} ms; {1e3 * shape.pre_expert_s:.2f} ms are assumed."
+                f"{1e3 * min(fits):.2f} to {1e3 * max(fits):.2f} ms; {1e3 * shape.pre_expert_s:.2f} ms are assumed."
             )
     return table
 

@@ -93,39 +93,35 @@ MIXTRAL = tuple(name for name in TRAFFIC if name.startswith("Mixtral"))
 
 # ---- route selections ----------------------------------------------------------------------
 
-Way = Callable[[np.ndarray, np.ndarray, Fabric, int], tuple[Flows, Policy | None]]
-"""Function of counts, rows between GPUs, fabric and seed, returning the flows and their policy."""
+Way = Callable[[np.ndarray, Fabric, int], tuple[Flows, Policy | None]]
+"""Function of counts, fabric and seed, returning the flows and their policy."""
 
 
-def planned(balance: bool) -> Way:
-    def way(counts: np.ndarray, rows: np.ndarray, fabric: Fabric, seed: int) -> tuple[Flows, Policy | None]:
-        del rows, seed
-        plan = plain_plan(counts, fabric.topology)
-        if balance:
-            plan, _ = RailS().rebalance(counts, plan, fabric.topology, ())
-        return planned_flows(counts, plan, fabric, ROW_BYTES), None
-
-    return way
+def planned(counts: np.ndarray, fabric: Fabric, seed: int, *, balance: bool) -> tuple[Flows, None]:
+    del seed
+    plan = plain_plan(counts, fabric.topology)
+    if balance:
+        plan, _ = RailS().rebalance(counts, plan, fabric.topology, ())
+    return planned_flows(counts, plan, fabric, ROW_BYTES), None
 
 
-def hashed(policy: Policy | None, lanes: int, paths: PathsOf = spine_paths) -> Way:
-    def way(counts: np.ndarray, rows: np.ndarray, fabric: Fabric, seed: int) -> tuple[Flows, Policy | None]:
-        del counts
-        return hashed_flows(rows, fabric, ROW_BYTES, paths, lanes, seed), policy
-
-    return way
+def hashed(
+    counts: np.ndarray, fabric: Fabric, seed: int, *, paths: PathsOf, policy: Policy | None = None, lanes: int = 1
+) -> tuple[Flows, Policy | None]:
+    rows = rows_between(counts, plain_plan(counts, fabric.topology))
+    return hashed_flows(rows, fabric, ROW_BYTES, paths, lanes, seed), policy
 
 
 RAILS, RECEIVERS_RAIL, ECMP = "RailS", "receiver's rail", "ECMP"
-PLANNED = {RAILS: planned(True), RECEIVERS_RAIL: planned(False)}
+PLANNED: dict[str, Way] = {RAILS: partial(planned, balance=True), RECEIVERS_RAIL: partial(planned, balance=False)}
 
 
 def transports(paths: PathsOf, lanes: int = LANES) -> dict[str, Way]:
     return {
-        ECMP: hashed(None, 1, paths),
-        "PLB-like": hashed(Rehash(), 1, paths),
-        "MinRTT": hashed(MinRtt(), lanes, paths),
-        "REPS-like": hashed(Recycle(), lanes, paths),
+        ECMP: partial(hashed, paths=paths),
+        "PLB-like": partial(hashed, paths=paths, policy=Rehash()),
+        "MinRTT": partial(hashed, paths=paths, policy=MinRtt(), lanes=lanes),
+        "REPS-like": partial(hashed, paths=paths, policy=Recycle(), lanes=lanes),
     }
 
 
@@ -134,16 +130,12 @@ def transports(paths: PathsOf, lanes: int = LANES) -> dict[str, Way]:
 
 @dataclass(frozen=True)
 class Results:
-    """Results of all seeds, `[seeds]` each, in seconds and bytes per second."""
+    """Results of all seeds, `[seeds]` each; bytes are the mean ones sent by a GPU to others."""
 
     floor_s: np.ndarray
     sent_bytes: np.ndarray
     busiest_rows: np.ndarray
     seconds: dict[str, np.ndarray]
-
-    def bus_bytes_per_s(self, way: str) -> np.ndarray:
-        """Return the mean bytes sent by a GPU to others, over the time."""
-        return self.sent_bytes / self.seconds[way]
 
 
 def floor_s(rows: np.ndarray, fabric: Fabric) -> float:
@@ -170,7 +162,7 @@ def run(draw: Callable, ways: dict[str, Way], fabric: Fabric, seeds: int, round_
         sent_bytes = (rows.sum() - np.trace(rows)) * ROW_BYTES / fabric.num_gpus
         beside.append((floor_s(rows, fabric), sent_bytes, rows.sum(0).max()))
         for name, way in ways.items():
-            flows, policy = way(counts, rows, fabric, hash_seed)
+            flows, policy = way(counts, fabric, hash_seed)
             seconds[name].append(simulate(flows, fabric, policy, round_s, policy_seed).seconds)
     return Results(*np.array(beside).T, {name: np.array(times) for name, times in seconds.items()})
 
@@ -211,7 +203,7 @@ def changes(num_nodes: int, all_results: dict[str, Results]) -> Table:
         ratios = [results.seconds[RAILS] / results.seconds[way] for way in others]
         both = [100 * (mean - 1) for ratio in ratios for mean in (ratio.mean(), (1 / ratio).mean())]
         over = (results.seconds[RAILS] / results.floor_s).max()
-        bus = spread(results.bus_bytes_per_s(RAILS), 1e-9)
+        bus = spread(results.sent_bytes / results.seconds[RAILS], 1e-9)
         rows.append([name, *map(float, both), float(over), bus])
     columns = {"traffic": ""} | {f"{what}, {way}": "+.0f" for way in others for what in ("time", "bus")}
     columns |= {"time over the floor, worst seed": ".3f", "bus GB/s": ".1f"}
@@ -221,13 +213,14 @@ def changes(num_nodes: int, all_results: dict[str, Results]) -> Table:
 def iteration(seeds: int) -> Table:
     """Return the time of an iteration of Mixtral 8x7B, RailS over ECMP, by the rate of a NIC and of the spines."""
     rows: list[list[Value]] = []
+    ways = {RAILS: PLANNED[RAILS], ECMP: transports(spine_paths)[ECMP]}
     output_s = 3 * TOKENS * 2 * WIDTH * VOCABULARY / (PEAK_FLOPS_PER_S * UTILISATION)
     for num_nodes, over_subscribed in ((4, 1), (4, 4), (8, 1)):
         for name in MIXTRAL:
             changed: list[Value] = []
             for rate in NIC_BYTES_PER_S:
                 fabric = replace(fabric_of(num_nodes), nic_bytes_per_s=rate, spine_bytes_per_s=rate / over_subscribed)
-                found = run(TRAFFIC[name], {RAILS: PLANNED[RAILS], ECMP: hashed(None, 1)}, fabric, seeds)
+                found = run(TRAFFIC[name], ways, fabric, seeds)
                 compute_s = output_s + LAYERS * layer_s(found.busiest_rows, UTILISATION)
                 ours, theirs = (compute_s + LAYERS * 4 * found.seconds[way] for way in (RAILS, ECMP))
                 changed.append(float(100 * ((ours / theirs).mean() - 1)))

@@ -241,9 +241,8 @@ def tables(tokens: int) -> list[Comparison]:
         f"Fitted: {cluster.gemm.peak_flops_per_s * 1e-12:.0f} TFLOP/s in experts, {cluster.flops_per_s * 1e-12:.0f} "
         f"before them, {cluster.levels[0].bytes_per_s * 1e-9:.0f} GB/s between ranks."
     )
-    rest = [figure_12(cluster, tokens), *simulations(cluster, tokens)]
-    rest += figure_16(cluster, tokens)
-    return [thirteen, *figure_11(cluster, tokens), *rest]
+    found = [thirteen, *figure_11(cluster, tokens), figure_12(cluster, tokens)]
+    return [*found, *simulations(cluster, tokens), *figure_16(cluster, tokens)]
 
 
 def divisor(text: str) -> int:

@@ -33,7 +33,6 @@ def families(num_ranks: int, num_home: int, seed: int = 0) -> dict[str, np.ndarr
 
 
 def primes(number: int) -> np.ndarray:
-    """Return the first `number` primes."""
     most = max(16, int(2 * number * np.log(number + 2)))
     is_prime = np.ones(most, bool)
     is_prime[:2] = False

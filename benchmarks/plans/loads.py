@@ -31,11 +31,10 @@ def machine(num_ranks: int) -> Cluster:
     return replace(node, levels=(replace(node.levels[0], size=num_ranks),), memory_bytes=None)
 
 
-def drawn(num_ranks: int, num_experts: int, drift: Drift) -> Load:
-    """Return a model and its synthetic counts, with an imbalance of 2."""
-    model = replace(MODEL, experts=num_experts)
-    times = range(HISTORY + STEPS)
-    return model, drifting_counts(model, num_ranks, times, 2, drift, 2.0, 0, LoadShape.ZIPF)
+def drifting() -> Load:
+    """Return a model and its synthetic counts on 32 ranks, with an imbalance of 2."""
+    model = replace(MODEL, experts=256)
+    return model, drifting_counts(model, 32, range(HISTORY + STEPS), 2, DRIFT, 2.0, 0, LoadShape.ZIPF)
 
 
 def served(files: recorded.Layers) -> dict[str, Load]:
@@ -60,4 +59,4 @@ def loads(quick: bool) -> dict[str, Load]:
     """Return all loads that need no files, by the name of the table."""
     if quick:
         return {"families_8": of_families(8, 8)}
-    return {"families_8": of_families(8, 8), "families_64": of_families(64, 4), "drift": drawn(32, 256, DRIFT)}
+    return {"families_8": of_families(8, 8), "families_64": of_families(64, 4), "drift": drifting()}

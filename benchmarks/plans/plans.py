@@ -18,6 +18,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -323,7 +324,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--quick", action="store_true", help="Use few sizes and loads.")
     parser.add_argument("--write", action="store_true", help="Write the times of `planners` to the package.")
-    recorded.add_arguments(parser)
+    text = "NumPy files of tokens [layers, experts]; 58 synthetic layers of 256 experts by default."
+    parser.add_argument("--loads", nargs="+", type=Path, default=[], metavar="FILE", help=text)
+    parser.add_argument("--step", type=int, default=1, help="Use every STEP-th layer.")
 
 
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:

@@ -1,18 +1,11 @@
 """Recorded expert loads, and a synthetic substitute."""
 
 import argparse
-import pathlib
 
 import numpy as np
 
 Layers = dict[str, np.ndarray]
 """Tokens `[layers, E]` of each recording."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    text = "NumPy files of tokens [layers, experts]; 58 synthetic layers of 256 experts by default."
-    parser.add_argument("--loads", nargs="+", type=pathlib.Path, default=[], metavar="FILE", help=text)
-    parser.add_argument("--step", type=int, default=1, help="Use every STEP-th layer.")
 
 
 def read(options: argparse.Namespace) -> Layers:

@@ -58,18 +58,14 @@ def losses(curves: Mapping[str, Sequence[Curve]]) -> Table:
     rows: list[list[Value]] = []
     for name, seeds in curves.items():
         levels = np.concatenate([imbalance(of.counts).ravel() for of in seeds])
-        after, dropped = (float(np.mean([mean(of) for of in seeds])) for mean in (mean_after, dropped_percent))
+        after = float(np.mean([of.after.mean() for of in seeds]))
+        dropped = float(np.mean([dropped_percent(of) for of in seeds]))
         validation = spread(np.array([of.validation for of in seeds]))
         last = float(np.mean([last_mean(of.loss) for of in seeds]))
         balance = float(levels.mean()), float(np.quantile(levels, 0.95)), after
         rows.append([name, len(seeds), validation, last, *balance, dropped, max(int(of.rounds.max()) for of in seeds)])
     note = f"{STEPS} steps of each run. Losses of the last steps are means of {WINDOW} steps."
     return Table(LOSSES, rows, notes=[note])
-
-
-def mean_after(curve: Curve) -> float:
-    """Return the mean imbalance after balancing."""
-    return float(curve.after.mean())
 
 
 def balances(curves: Mapping[tuple[str, str], Curve]) -> Table:

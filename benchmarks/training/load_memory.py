@@ -49,7 +49,6 @@ def watched(call: Any) -> tuple[Any, int]:
 
 
 def main(folder: Path, port: int = 0, num_processes: int = 1, index: int = 0, repetitions: int = 1) -> None:
-    """Load the checkpoint, save it and print the measurement."""
     offer_cpu_devices(NUM_DEVICES // num_processes)
     if num_processes > 1:
         bind_gloo()

@@ -1,14 +1,14 @@
 """The simulator's memory matches programs compiled by a benchmark."""
 
-from pathlib import Path
-
 import pytest
 
-from benchmarks.compiled.memory_model import AGREES, CASES, compiled_gb
+from benchmarks.compiled.memory_model import AGREES, CASES
+from benchmarks.render.documents import RESULTS
+from benchmarks.render.results import load
 
-FOUND = Path(__file__).parents[2] / "benchmarks" / "results" / "memory_model.json"
+COMPILED_GB = {row["layers"]: row["compiled GB"] for row in load(RESULTS / "memory_model.json")["compared"].dicts()}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_memory_is_near_that_of_compiled_programs(case):
-    assert case.predicted().total / 1e9 == pytest.approx(compiled_gb(FOUND)[case.name], rel=AGREES)
+    assert case.predicted().total / 1e9 == pytest.approx(COMPILED_GB[case.name], rel=AGREES)

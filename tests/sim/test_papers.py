@@ -81,7 +81,7 @@ def test_ultraep_gains_throughput_in_the_tables_of_its_paper():
 
 @pytest.mark.slow
 def test_rates_fitted_to_feplbs_times_before_balancing_are_ones_that_an_h100_can_have():
-    best = feplb.fitted(10, 0)[0]
+    best = feplb.fitted(10)[0]
     assert 0.4 * 989e12 < best.peak_flops_per_s < 989e12
     # Balance point of 3.35 TB/s and the datasheet's rate: 295.
     assert 150 < best.half_rows < 600
