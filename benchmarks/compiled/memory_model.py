@@ -149,7 +149,6 @@ def compared(case: Case, compiled_bytes: float) -> list[Any]:
 
 
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
-    del given
     use_no_accelerators()
     rows: list[list[Any]] = []
     for case in CASES:

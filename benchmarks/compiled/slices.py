@@ -32,7 +32,6 @@ COLUMNS |= {"of them beside work": "d", "inside slices: exchanges": "d", "their 
 
 
 def benchmark(given: object) -> Mapping[str, Table]:
-    del given
     use_no_accelerators()
     rows: list[list[Value]] = []
     for name in TARGETS:

@@ -126,7 +126,6 @@ def rows_of(processes: int, devices: int) -> list[list[Value]]:
 
 
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
-    del given
     sandbox.enter()
     of_each = [rows_of(*processes) for processes in PROCESSES]
     rows = [row for rows in of_each for row in rows]

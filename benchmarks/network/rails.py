@@ -21,7 +21,7 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -47,8 +47,6 @@ WAYS = ("direct", "receiver's rail", "ECMP", "sprayed")
 Key = tuple[str, str]
 """A case, and one of the ways."""
 
-K = TypeVar("K")
-
 
 @dataclass(frozen=True)
 class Trial:
@@ -59,7 +57,7 @@ class Trial:
 # ---- a rank --------------------------------------------------------------------------------
 
 
-def measure(network: Network, ways: dict[K, Ways], repeats: int, *, reconnect: bool) -> dict[K, list[Trial]]:
+def measure(network: Network, ways: Mapping[Any, Ways], repeats: int, *, reconnect: bool) -> dict[Any, list[Trial]]:
     """Measure all ways interleaved, after one warm-up exchange of the first."""
     start = Start(len(network.hosts))
     keys = [next(iter(ways)), *(key for _ in range(repeats) for key in ways)]
@@ -68,7 +66,7 @@ def measure(network: Network, ways: dict[K, Ways], repeats: int, *, reconnect: b
         return _take_part(rank, [ways[key] for key in keys], start, reconnect)
 
     ranks = launch(network, one_rank, deadline_s=30 + 10 * len(keys))
-    trials: dict[K, list[Trial]] = {key: [] for key in ways}
+    trials: dict[Any, list[Trial]] = {key: [] for key in ways}
     for i, key in list(enumerate(keys))[1:]:
         trials[key].append(Trial(max(rank[i][0] for rank in ranks), ranks[0][i][1]))
     return trials
@@ -232,7 +230,6 @@ def digest_of(rows: np.ndarray) -> str:
 
 
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
-    del given
     sandbox.enter()
     traffic = {name: scaled(weights, NODE_ROWS) for name, weights in cases(0).items()}
     results = run_all(traffic, NIC_BITS_PER_S, REPEATS)

@@ -82,7 +82,6 @@ def measure(bed: Testbed) -> dict[str, Blocks]:
 
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     """Return the speed and loss of all runs."""
-    del given
     os.environ["GLIBC_TUNABLES"] = KEEP_MEMORY
     sandbox.enter()
     RAW.parent.mkdir(parents=True, exist_ok=True)

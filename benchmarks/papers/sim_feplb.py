@@ -18,8 +18,7 @@ from scipy.optimize import nnls
 from benchmarks.papers import feplb
 from benchmarks.papers.published import Comparison, tables_of
 from benchmarks.papers.stragglers import CASES, DYNAMIC, NUM_EXPERTS, counts, sampled, width_of
-from benchmarks.render import results
-from benchmarks.render.results import Table
+from benchmarks.render.results import Table, Value
 from jax_moe_lb import Buffers, System
 from jax_moe_lb.balancers import FEPLB, Exact, FasterMoE, UltraEP
 from jax_moe_lb.layer import systems
@@ -170,11 +169,11 @@ def exchanges_s(report: Report) -> float:
 OURS = ("forward", "backward", "exposed weight transfer, forward", "exchanges, forward")
 
 
-def layers(fit: Fit, loads: dict[int, np.ndarray]) -> tuple[list[Comparison], results.Table]:
+def layers(fit: Fit, loads: dict[int, np.ndarray]) -> tuple[list[Comparison], Table]:
     """Return table 2 and figure 5 in time, and every system in milliseconds."""
     times = Comparison("table_2", "Table 2: ms of an MoE layer (before: fitted)")
     products = Comparison("figure_5_products", "Figure 5: straggler of the products, ms, forward (before: fitted)")
-    rows: list[list[results.Value]] = []
+    rows: list[list[Value]] = []
     for ranks, given in loads.items():
         for name, system in SYSTEMS.items():
             report, label = run(fit, system, given), f"{ranks} ranks, {name}"
@@ -196,10 +195,10 @@ def layers(fit: Fit, loads: dict[int, np.ndarray]) -> tuple[list[Comparison], re
         "copy engines beside the products."
     )
     columns = {"ranks": "", "system": ""} | dict.fromkeys(OURS, ".2f")
-    return [times, products], results.Table(columns, rows, "Ours: ms of an MoE layer")
+    return [times, products], Table(columns, rows, "Ours: ms of an MoE layer")
 
 
-def held_out(fit: Fit, number: int) -> results.Table:
+def held_out(fit: Fit, number: int) -> Table:
     """Return predictions for 16 ranks of one NVLink domain, on which neither the rule nor a number was selected."""
     widths = [width_of(case, 0, number, fit.copies) for case in CASES]
     line = np.polyfit(np.log2([case.num_ranks for case in CASES]), widths, 1)
@@ -207,14 +206,14 @@ def held_out(fit: Fit, number: int) -> results.Table:
     columns = {"popularity": "", "width": ".2f", "token straggler before": ".0f"}
     columns |= {"FEPLB, % less": ".1f", "FEPLB, tau 1792, % less": ".1f"}
     columns |= {f"{name} {which}, ms": ".2f" for which in ("before", "FEPLB") for name in ("forward", "backward")}
-    rows: list[list[results.Value]] = []
+    rows: list[list[Value]] = []
     for name, width in ends.items():
         loads = sampled(HELD_OUT_RANKS, width, 0, number, fit.copies)
         before = feplb.plain(loads)
         cuts = [feplb.reduction(feplb.feplb(loads, FEPLB(tau=tau)), before) for tau in (1, 1792)]
         times = [layer_ms(run(fit, SYSTEMS[one], loads), number) for one in ("before", "FEPLB")]
         rows.append([name, width, float(feplb.straggler(before).mean()), *cuts, *times[0], *times[1]])
-    return results.Table(columns, rows, f"{HELD_OUT_RANKS} ranks of one NVLink domain: predicted, not published")
+    return Table(columns, rows, f"{HELD_OUT_RANKS} ranks of one NVLink domain: predicted, not published")
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -138,5 +138,4 @@ def tables(results: Path) -> dict[str, Table]:
 
 
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
-    del given
     return tables(RESULTS)

@@ -98,7 +98,6 @@ Way = Callable[[np.ndarray, Fabric, int], tuple[Flows, Policy | None]]
 
 
 def planned(counts: np.ndarray, fabric: Fabric, seed: int, *, balance: bool) -> tuple[Flows, None]:
-    del seed
     plan = plain_plan(counts, fabric.topology)
     if balance:
         plan, _ = RailS().rebalance(counts, plan, fabric.topology, ())

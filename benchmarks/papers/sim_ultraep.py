@@ -71,12 +71,10 @@ def figure_11(cluster: Cluster, tokens: int) -> list[Comparison]:
     speed = Comparison("figure_11", "Figure 11: throughput in % of the ideal")
     gain = Comparison("figure_11_gains", "Figure 11: throughput gained by UltraEP, %")
     level = Comparison("figure_11_imbalance", "Figure 11: imbalance after balancing")
-    names = PUBLISHED
     for model, training in rack.FIGURE_11.items():
-        loads = np.stack([rack.drawn(training.case, seed, tokens) for seed in range(2)])
-        shape = training.shape
+        loads, shape = training.loads(tokens), training.shape
         ideal_s = simulate_uniform(shape, cluster, step=rack.STEP).step_s
-        published = dict(zip(names, zip(training.throughput, training.imbalance, strict=True), strict=True))
+        published = dict(zip(PUBLISHED, zip(training.throughput, training.imbalance, strict=True), strict=True))
         two_tiers = moved(loads, rack.in_domains(cluster))
         runs = {name: (system, cluster, loads) for name, system in rack.SYSTEMS.items()}
         runs["Exact in domains of 8"] = rack.SYSTEMS["Exact"], rack.in_domains(cluster), loads
@@ -89,7 +87,7 @@ def figure_11(cluster: Cluster, tokens: int) -> list[Comparison]:
             percent = None if throughput is None else 100 * throughput / training.ideal
             speed.add(f"{model}, {name}", 100 * ideal_s / report.step_s, percent)
             level.add(f"{model}, {name}", report.imbalance_after, left)
-        reached = dict(zip(names, training.throughput, strict=True))
+        reached = dict(zip(PUBLISHED, training.throughput, strict=True))
         for name in ("plain", "EPLB+"):
             simulated, known = times_s[name] / times_s["UltraEP"], reached["UltraEP"] / reached[name]
             gain.add(f"{model}, over {name}", 100 * (simulated - 1), 100 * (known - 1))
@@ -113,7 +111,7 @@ def figure_11_terms(cluster: Cluster, tokens: int) -> Table:
     rows: list[list[Value]] = []
     outside, step_s = [], {}
     for model, training in rack.FIGURE_11.items():
-        loads, shape = np.stack([rack.drawn(training.case, seed, tokens) for seed in range(2)]), training.shape
+        loads, shape = training.loads(tokens), training.shape
         ideal = simulate_uniform(shape, cluster, step=rack.STEP)
         share = busy(ideal, BALANCED) / ideal.step_s
         for name, reached, left in zip(PUBLISHED, training.throughput, training.imbalance, strict=True):
@@ -235,8 +233,7 @@ def num_relayed(plan: Plan) -> int:
 
 def tables(tokens: int) -> list[Comparison]:
     cluster = rack.fitted()
-    loads = np.stack([rack.drawn(rack.FIGURE_11["Qwen3"].case, seed, tokens) for seed in range(2)])
-    thirteen = figure_13(cluster, loads)
+    thirteen = figure_13(cluster, rack.FIGURE_11["Qwen3"].loads(tokens))
     thirteen.notes.append(
         f"Fitted: {cluster.gemm.peak_flops_per_s * 1e-12:.0f} TFLOP/s in experts, {cluster.flops_per_s * 1e-12:.0f} "
         f"before them, {cluster.levels[0].bytes_per_s * 1e-9:.0f} GB/s between ranks."

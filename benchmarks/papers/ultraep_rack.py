@@ -66,6 +66,10 @@ class Training:
     def case(self) -> Case:
         return Case(self.shape.experts, RANKS, 2, self.imbalance[0])
 
+    def loads(self, tokens: int) -> np.ndarray:
+        """Return counts `[2, R, E]` of two samples."""
+        return np.stack([drawn(self.case, seed, tokens) for seed in range(2)])
+
 
 def layer(hidden: int, inner: int, experts: int, layers: int = 2) -> ModelShape:
     """Return equal layers in bfloat16 with float32 gradients."""

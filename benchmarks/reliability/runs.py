@@ -91,7 +91,6 @@ def sockets(given: argparse.Namespace) -> Tables:
 
     The C++ test `sockets_test` does so; ci/sanitizers.sh builds it.
     """
-    del given
     tried, held, program = 0, 0, ROOT / "build" / "cpp" / "sockets_test"
     for part, pattern in (("fail 1", r"failed (\d+) calls"), ("die 0", r"killed before each of (\d+) sends")):
         done = subprocess.run([program, *part.split()], stderr=subprocess.PIPE, text=True)
@@ -151,7 +150,6 @@ def layers(given: argparse.Namespace) -> Tables:
 
 def mutants(given: argparse.Namespace) -> Tables:
     """Count the mutants of C++ with a wrong operand recorded by `ci/mutants.py --record`."""
-    del given
     operators = json.loads((ROOT / "tests" / "mutation" / "operands.json").read_text())["operators"].values()
     built = sum(sum(counts.values()) - counts.get("does not build", 0) for counts in operators)
     killed = sum(counts.get("killed", 0) for counts in operators)

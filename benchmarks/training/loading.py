@@ -46,14 +46,8 @@ def load_in(folder: Path, num_processes: int, repetitions: int = 1) -> list[dict
     """Return the measurements of all processes, see `benchmarks.training.load_memory`."""
     # gRPC would use proxies for 127.0.0.1.
     environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.training.load_memory",
-        str(folder),
-        str(free_port()),
-        str(num_processes),
-    ]
+    module, numbers = "benchmarks.training.load_memory", [free_port(), num_processes]
+    command = [sys.executable, "-m", module, str(folder), *map(str, numbers)]
     options: dict[str, Any] = {"env": environment | {"JAX_PLATFORMS": "cpu"}, "stdout": subprocess.PIPE, "text": True}
     commands = [[*command, str(i), str(repetitions)] for i in range(num_processes)]
     processes: list[Any] = [subprocess.Popen(one, **options) for one in commands]

@@ -66,7 +66,6 @@ def steps_before(wrong: np.ndarray) -> int:
 
 
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
-    del given
     config = dataclasses.replace(PRESETS["tiny"], steps=STEPS)
     use_virtual_cpu_devices(config.parallel.num_shards)
     corpus = default_corpus(config.data.max_corpus_bytes)

@@ -14,7 +14,6 @@ COLUMNS |= {"GB in bfloat16": ".0f"}
 
 
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
-    del given
     rows: list[list[Value]] = []
     for name in PUBLISHED:
         config = published_config(name)
