@@ -170,7 +170,8 @@ def run(one: Run, given: argparse.Namespace, folder: Path) -> str:
     seconds = time.monotonic() - start_s
     if code:
         return f"FAILED with {code} after {seconds:.0f} s: {log}"
-    merge(found, (folder if given.quick else RESULTS) / f"{one.file}.json")
+    if not given.quick:
+        merge(found, RESULTS / f"{one.file}.json")
     return f"{seconds:.0f} s"
 
 
