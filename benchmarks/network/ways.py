@@ -20,6 +20,13 @@ class Ways:
     rows: np.ndarray
     path: Route
 
+    def __post_init__(self) -> None:
+        own = np.flatnonzero(np.einsum("rrw->r", self.rows))
+        if own.size:
+            raise ValueError(f"rows has rows from rank {own[0]} to itself; expected none")
+        if self.rows.min(initial=0) < 0:
+            raise ValueError(f"rows has {self.rows.min()} rows from a rank to another; expected at least 0")
+
     @classmethod
     def straight(cls, rows: np.ndarray) -> "Ways":
         """Return direct routes for `[R, R]` rows."""
@@ -29,6 +36,8 @@ class Ways:
     def along_rails(cls, rails: np.ndarray) -> "Ways":
         """Return routes between nodes with one rank per rail: via the rail ranks of the own and the other node."""
         num_rails = rails.shape[2]
+        if len(rails) % num_rails:
+            raise ValueError(f"rails has {num_rails} rails for {len(rails)} ranks; expected a divisor of the ranks")
 
         def path(source: int, target: int, rail: int) -> tuple[int, ...]:
             if source // num_rails == target // num_rails:
