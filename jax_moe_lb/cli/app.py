@@ -176,7 +176,7 @@ def _planner(balancer: str, counts: np.ndarray, ranks_per_domain: str | None, re
     num_ranks, num_experts = counts.shape[-2:]
     topology = Topology.flat(num_ranks, parse_integer("--ranks-per-domain", ranks_per_domain))
     num_home = num_experts // num_ranks
-    wanted = parse_replica_slots("--replica-slots", replica_slots, None, num_experts, num_home)
+    wanted = parse_replica_slots(replica_slots, None, num_experts, num_home)
     slots = min(num_home + 2, num_experts) if wanted is None else num_home + wanted
     # Mean token copies of a rank over layers and steps.
     sizes = LayerCost(num_copies=max(1, round(counts.sum(dtype=np.float64) / math.prod(counts.shape[:-1]))))

@@ -27,6 +27,7 @@ from jax_moe_lb.cli.output import (
     OutputPath,
     SystemReplicaSlots,
     one_line_errors,
+    option,
     parse_integer,
     parse_number,
     print_json,
@@ -91,34 +92,29 @@ def system_of(
     if not replica_slots and not make_system(name, {}).replica_slots:
         replica_slots = None
     given = {"replica_slots": replica_slots, "headroom": headroom, "max_rounds": max_rounds}
-    for option, value in given.items():
-        if value is not None and options.setdefault(option, value) != value:
-            raise ValueError(f"{option} is {value}; expected none, as --system {text} gives it")
+    for key, value in given.items():
+        if value is not None and options.setdefault(key, value) != value:
+            raise ValueError(f"{key} is {value}; expected none, as --system {text} gives it")
     return make_system(name, options)
 
 
 TargetName = Annotated[
-    str,
-    typer.Option("--target", metavar="TARGET", help="Machine: GPU:NODESxGPUS such as h100:1x8, or a slice, v5e:2x4."),
+    str, option("--target", "TARGET", "Machine: GPU:NODESxGPUS such as h100:1x8, or a slice, v5e:2x4.")
 ]
 
 Sizes = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         "--sizes",
-        metavar="H=N,F=N",
-        help="Hidden and inner width, experts, tokens per rank, experts per token.",
-        show_default="H=2048,F=768,E=128,T=4096,K=8",
+        "H=N,F=N",
+        "Hidden and inner width, experts, tokens per rank, experts per token.",
+        "H=2048,F=768,E=128,T=4096,K=8",
     ),
 ]
 
-SystemName = Annotated[
-    str, typer.Option("--system", metavar="NAME[:KEY=VALUE]", help="System, such as exact:headroom=1.25+rails.")
-]
+SystemName = Annotated[str, option("--system", "NAME[:KEY=VALUE]", "System, such as exact:headroom=1.25+rails.")]
 
-LoadName = Annotated[
-    str, typer.Option("--load", metavar="LOAD", help="Load of the timeline: uniform, zipf:S or a counts file.")
-]
+LoadName = Annotated[str, option("--load", "LOAD", "Load of the timeline: uniform, zipf:S or a counts file.")]
 
 
 def compile_command(
@@ -129,31 +125,22 @@ def compile_command(
     fused: Annotated[bool, typer.Option("--fused", help="Store gate and up projection in one weight.")] = False,
     replica_slots: SystemReplicaSlots = None,
     headroom: Annotated[
-        str | None,
-        typer.Option(
-            "--headroom", metavar="X", help="Receive buffer over the mean load.", show_default="from the system"
-        ),
+        str | None, option("--headroom", "X", "Receive buffer over the mean load.", "from the system")
     ] = None,
     max_rounds: Annotated[
-        str | None,
-        typer.Option("--max-rounds", metavar="N", help="Most dispatch rounds.", show_default="as many as a plan needs"),
+        str | None, option("--max-rounds", "N", "Most dispatch rounds.", "as many as a plan needs")
     ] = None,
     saved: Annotated[
-        list[str] | None,
-        typer.Option("--saved", metavar="NAME", help="Saved arrays: replicas, rows or hidden; may be repeated."),
+        list[str] | None, option("--saved", "NAME", "Saved arrays: replicas, rows or hidden; may be repeated.")
     ] = None,
-    options: Annotated[
-        list[str] | None, typer.Option("--xla", metavar="NAME=VALUE", help="Option of XLA; may be repeated.")
-    ] = None,
+    options: Annotated[list[str] | None, option("--xla", "NAME=VALUE", "Option of XLA; may be repeated.")] = None,
     timeline: Annotated[
         Path | None,
-        typer.Option("--timeline", metavar="OUT.json", help="Output trace of the estimated step, for Perfetto."),
+        option("--timeline", "OUT.json", "Output trace of the estimated step, for Perfetto."),
         OutputPath(".json"),
     ] = None,
     load: LoadName = DEFAULT_LOAD,
-    against: Annotated[
-        Path | None, typer.Option("--against", metavar="FILE", help="Other timeline to compare with.")
-    ] = None,
+    against: Annotated[Path | None, option("--against", "FILE", "Other timeline to compare with.")] = None,
     logs: Annotated[bool, typer.Option("--logs", help="Show the compiler's log on stderr.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -244,11 +231,8 @@ def tune_command(
     target: TargetName,
     system: SystemName = "exact",
     sizes: Sizes = None,
-    memory: Annotated[
-        str | None,
-        typer.Option("--memory", metavar="SIZE", help="Memory of a device, as 2GB.", show_default="5 % more"),
-    ] = None,
-    layers: Annotated[str, typer.Option("--layers", metavar="N", help="Layers whose residuals exist together.")] = "1",
+    memory: Annotated[str | None, option("--memory", "SIZE", "Memory of a device, as 2GB.", "5 % more")] = None,
+    layers: Annotated[str, option("--layers", "N", "Layers whose residuals exist together.")] = "1",
     load: LoadName = DEFAULT_LOAD,
     as_json: Json = False,
 ) -> None:

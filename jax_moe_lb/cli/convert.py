@@ -13,6 +13,7 @@ from jax_moe_lb.cli.output import (
     Json,
     OutputPath,
     one_line_errors,
+    option,
     parse_integer,
     parse_limits,
     print_json,
@@ -29,16 +30,12 @@ def convert(
     recording: Annotated[
         Path, typer.Argument(metavar="RECORDING", help="A .pt file, or the folder with the files of all ranks.")
     ],
-    out: Annotated[
-        Path, typer.Option("--out", metavar="TRACE.npz", help="Output file of counts and steps."), OutputPath(".npz")
-    ],
+    out: Annotated[Path, option("--out", "TRACE.npz", "Output file of counts and steps."), OutputPath(".npz")],
     ranks: Annotated[
-        str | None,
-        typer.Option("--ranks", metavar="R", help="Number of ranks; required if the recording does not store it."),
+        str | None, option("--ranks", "R", "Number of ranks; required if the recording does not store it.")
     ] = None,
     experts: Annotated[
-        str | None,
-        typer.Option("--experts", metavar="E", help="Number of experts; required if the recording does not store it."),
+        str | None, option("--experts", "E", "Number of experts; required if the recording does not store it.")
     ] = None,
     file_limits: FileLimitsOption = None,
 ) -> None:
@@ -63,10 +60,8 @@ LAGS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 def drift(
     trace_file: Annotated[Path, typer.Argument(metavar="TRACE.npz", help="Counts of shape [steps, layers, R, E].")],
-    per_token: Annotated[str, typer.Option("--per-token", metavar="K", help="Experts per token.")],
-    skip: Annotated[
-        str | None, typer.Option("--skip", metavar="N", help="Number of first steps to skip.", show_default="0")
-    ] = None,
+    per_token: Annotated[str, option("--per-token", "K", "Experts per token.")],
+    skip: Annotated[str | None, option("--skip", "N", "Number of first steps to skip.", "0")] = None,
     file_limits: FileLimitsOption = None,
     as_json: Json = False,
 ) -> None:

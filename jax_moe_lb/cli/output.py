@@ -174,40 +174,29 @@ def _is_of_kind(path: Path, suffix: str) -> bool:
     return not begin or (is_named and begin.startswith(KINDS.get(suffix, ())))
 
 
+def option(name: str, metavar: str, text: str, default: str | None = None) -> Any:
+    """Return the declaration of an option with a value, and with the text shown as the default."""
+    return typer.Option(name, metavar=metavar, help=text, show_default=default or True)
+
+
 BalancerOption = Annotated[
     str,
-    typer.Option(
+    option(
         "--balancer",
-        metavar="NAME[:KEY=VALUE]",
-        help="Balancer with options, such as exact:eps=0.05 or ultraep+rails; doctor lists the names.",
+        "NAME[:KEY=VALUE]",
+        "Balancer with options, such as exact:eps=0.05 or ultraep+rails; doctor lists the names.",
     ),
 ]
 RanksPerDomain = Annotated[
-    str | None,
-    typer.Option(
-        "--ranks-per-domain", metavar="M", help="Ranks per replication domain.", show_default="all ranks in one domain"
-    ),
+    str | None, option("--ranks-per-domain", "M", "Ranks per replication domain.", "all ranks in one domain")
 ]
-ReplicaSlots = Annotated[
-    str | None, typer.Option("--replica-slots", metavar="N", help="Replica slots per rank.", show_default="2")
-]
-SystemReplicaSlots = Annotated[
-    str | None,
-    typer.Option("--replica-slots", metavar="N", help="Replica slots per rank.", show_default="from the system"),
-]
-ExpertBytes = Annotated[
-    str | None,
-    typer.Option("--expert-bytes", metavar="N", help="Bytes of one expert, to show the weights moved."),
-]
+ReplicaSlots = Annotated[str | None, option("--replica-slots", "N", "Replica slots per rank.", "2")]
+SystemReplicaSlots = Annotated[str | None, option("--replica-slots", "N", "Replica slots per rank.", "from the system")]
+ExpertBytes = Annotated[str | None, option("--expert-bytes", "N", "Bytes of one expert, to show the weights moved.")]
 Out = Annotated[
-    Path | None,
-    typer.Option("--out", metavar="PLAN.npz", help="Output file of all plans, for Plan.load."),
-    OutputPath(".npz"),
+    Path | None, option("--out", "PLAN.npz", "Output file of all plans, for Plan.load."), OutputPath(".npz")
 ]
-FileLimitsOption = Annotated[
-    str | None,
-    typer.Option("--file-limits", metavar="N", help="Factor on the size limits of input files.", show_default="1"),
-]
+FileLimitsOption = Annotated[str | None, option("--file-limits", "N", "Factor on the size limits of input files.", "1")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
@@ -243,13 +232,12 @@ def parse_limits(text: str | None) -> FileLimits:
     return FileLimits().scaled(parse_integer("--file-limits", text, MOST_FACTOR) or 1)
 
 
-def parse_replica_slots(
-    argument: str, text: str | None, given: int | None, num_experts: int, num_home: int
-) -> int | None:
-    """Parse the replica slots per rank of an option, or check those of a configuration file."""
+def parse_replica_slots(text: str | None, given: int | None, num_experts: int, num_home: int) -> int | None:
+    """Parse the replica slots per rank of the option, or check those of a configuration file."""
     name, wanted = "replica_slots", given
     if text is not None:
-        name, wanted = argument, parse_integer(argument, text, INT32_MAX, least=0)
+        name = "--replica-slots"
+        wanted = parse_integer(name, text, INT32_MAX, least=0)
     most = num_experts - num_home
     if wanted is not None and wanted > most:
         raise ValueError(f"{name} is {wanted}; expected at most {most}, the experts without a home on the rank")

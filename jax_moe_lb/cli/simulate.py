@@ -21,6 +21,7 @@ from jax_moe_lb.cli.output import (
     SystemReplicaSlots,
     note,
     one_line_errors,
+    option,
     parse_integer,
     parse_limits,
     parse_number,
@@ -51,21 +52,11 @@ CYCLE = 3
 
 CountsOption = Int[np.ndarray, "steps layers R E"]
 
-TraceFile = Annotated[
-    Path | None,
-    typer.Option("--trace", metavar="COUNTS", help="Recorded counts, npy or npz.", show_default="synthetic counts"),
-]
-TokensOption = Annotated[
-    str | None, typer.Option("--tokens", metavar="T", help="Tokens per rank.", show_default="from the model")
-]
+TraceFile = Annotated[Path | None, option("--trace", "COUNTS", "Recorded counts, npy or npz.", "synthetic counts")]
+TokensOption = Annotated[str | None, option("--tokens", "T", "Tokens per rank.", "from the model")]
 Imbalance = Annotated[
     str | None,
-    typer.Option(
-        "--imbalance",
-        metavar="X",
-        help="Imbalance (max/mean rank load) of the synthetic counts.",
-        show_default="from the configuration",
-    ),
+    option("--imbalance", "X", "Imbalance (max/mean rank load) of the synthetic counts.", "from the configuration"),
 ]
 
 
@@ -128,7 +119,7 @@ def imbalance_of(config: SimulationConfig, text: str | None) -> float:
 def slots_of(text: str | None, given: int | None, model: ModelShape, cluster: Cluster) -> int | None:
     """Return the replica slots per rank of `--replica-slots`, or those of the configuration."""
     num_home = home_experts_per_rank(model.experts, cluster.num_ranks, "model")
-    return parse_replica_slots("--replica-slots", text, given, model.experts, num_home)
+    return parse_replica_slots(text, given, model.experts, num_home)
 
 
 UNITS = (("ms", 1e3, 10.0), ("s", 1.0, 600.0), ("min", 1 / 60, 7200.0), ("h", 1 / 3600, float("inf")))
@@ -191,11 +182,11 @@ def simulate(
     ],
     system: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--system",
-            metavar="NAME[:KEY=VALUE]",
-            help="System, such as exact:replica_slots=4, hybridep+exact or ultraep+rails.",
-            show_default="from the configuration",
+            "NAME[:KEY=VALUE]",
+            "System, such as exact:replica_slots=4, hybridep+exact or ultraep+rails.",
+            "from the configuration",
         ),
     ] = None,
     trace: TraceFile = None,
@@ -204,19 +195,13 @@ def simulate(
     replica_slots: SystemReplicaSlots = None,
     domain_sizes: Annotated[
         str | None,
-        typer.Option(
-            "--domain-sizes", metavar="S,S", help="Ranks per expert domain of hybridep, one number per cluster level."
-        ),
+        option("--domain-sizes", "S,S", "Ranks per expert domain of hybridep, one number per cluster level."),
     ] = None,
     timeline: Annotated[
-        Path | None,
-        typer.Option("--timeline", metavar="OUT.json", help="Output trace for Perfetto or Chrome."),
-        OutputPath(".json"),
+        Path | None, option("--timeline", "OUT.json", "Output trace for Perfetto or Chrome."), OutputPath(".json")
     ] = None,
     png: Annotated[
-        Path | None,
-        typer.Option("--png", metavar="OUT.png", help="Output picture of the first layers."),
-        OutputPath(".png"),
+        Path | None, option("--png", "OUT.png", "Output picture of the first layers."), OutputPath(".png")
     ] = None,
     file_limits: FileLimitsOption = None,
     as_json: Json = False,
@@ -273,20 +258,13 @@ def calibrate(
         typer.Argument(metavar="OUT.yaml", help="Output configuration for simulate and advise."),
         OutputPath(".yaml"),
     ],
-    ranks: Annotated[
-        str | None,
-        typer.Option("--ranks", metavar="R", help="Virtual devices of a CPU, 2 to 256.", show_default="2"),
-    ] = None,
+    ranks: Annotated[str | None, option("--ranks", "R", "Virtual devices of a CPU, 2 to 256.", "2")] = None,
     coordinator: Annotated[
-        str | None,
-        typer.Option("--coordinator", metavar="HOST:PORT", help="Address of process 1, to measure several nodes."),
+        str | None, option("--coordinator", "HOST:PORT", "Address of process 1, to measure several nodes.")
     ] = None,
-    processes: Annotated[
-        str | None, typer.Option("--processes", metavar="N", help="Number of processes; requires --coordinator.")
-    ] = None,
+    processes: Annotated[str | None, option("--processes", "N", "Number of processes; requires --coordinator.")] = None,
     process: Annotated[
-        str | None,
-        typer.Option("--process", metavar="I", help="Number of this process, from 1; process 1 writes OUT."),
+        str | None, option("--process", "I", "Number of this process, from 1; process 1 writes OUT.")
     ] = None,
     as_json: Json = False,
 ) -> None:
