@@ -41,35 +41,24 @@ def read_counts(
     path: Path, limits: FileLimits = FileLimits(), argument: str = "COUNTS"
 ) -> Int[np.ndarray, "layers R E"]:
     """Read the counts of one step, `[R, E]` or `[layers, R, E]`."""
-    counts = _load(argument, path, limits)["counts"]
-    if counts.ndim not in (2, 3):
-        raise ValueError(f"{argument} {path}: counts has shape {counts.shape}; expected [R, E] or [layers, R, E]")
+    counts = _load(argument, path, limits, (2, 3), "[R, E] or [layers, R, E]")["counts"]
     return checked(argument, path, counts.reshape(-1, *counts.shape[-2:]) if counts.size else counts, limits)
 
 
 def read_trace(path: Path, limits: FileLimits = FileLimits()) -> Trace:
     """Read the counts of several steps, `[steps, layers, R, E]`, and the step numbers."""
-    arrays = _load("TRACE", path, limits)
-    counts = arrays["counts"]
-    if counts.ndim != 4:
-        raise ValueError(f"TRACE {path}: counts has shape {counts.shape}; expected [steps, layers, R, E]")
-    return _numbered("TRACE", path, counts, arrays, limits)
+    return _numbered("TRACE", path, _load("TRACE", path, limits, (4,), "[steps, layers, R, E]"), limits)
 
 
 def read_routing(path: Path, limits: FileLimits = FileLimits()) -> Trace:
     """Read the counts of one step, `[R, E]` or `[layers, R, E]`, or those of `read_trace`."""
-    arrays = _load("--trace", path, limits)
+    arrays = _load("--trace", path, limits, (2, 3, 4), "[R, E], [layers, R, E] or [steps, layers, R, E]")
+    return _numbered("--trace", path, arrays, limits)
+
+
+def _numbered(argument: str, path: Path, arrays: dict[str, np.ndarray], limits: FileLimits) -> Trace:
     counts = arrays["counts"]
-    if counts.ndim not in (2, 3, 4):
-        raise ValueError(
-            f"--trace {path}: counts has shape {counts.shape}; expected [R, E], [layers, R, E] or [steps, layers, R, E]"
-        )
-    return _numbered("--trace", path, counts.reshape((1,) * (4 - counts.ndim) + counts.shape), arrays, limits)
-
-
-def _numbered(
-    argument: str, path: Path, counts: np.ndarray, arrays: dict[str, np.ndarray], limits: FileLimits
-) -> Trace:
+    counts = counts.reshape((1,) * (4 - counts.ndim) + counts.shape)
     # Empty counts may declare any number of steps.
     found = checked(argument, path, counts, limits)
     # Without `steps`, steps are numbered from 0.
@@ -100,7 +89,9 @@ def naming(argument: str, path: Path) -> Iterator[None]:
         raise ValueError(f"{argument} is {path}: {reason}; expected a writable file") from error
 
 
-def _load(argument: str, path: Path, limits: FileLimits) -> dict[str, np.ndarray]:
+def _load(
+    argument: str, path: Path, limits: FileLimits, dimensions: tuple[int, ...], expected: str
+) -> dict[str, np.ndarray]:
     """Read `counts` and, if present, `steps` of an .npz file, or the array of an .npy file as `counts`."""
     if path.suffix in OTHERS:
         raise ValueError(
@@ -121,6 +112,8 @@ def _load(argument: str, path: Path, limits: FileLimits) -> dict[str, np.ndarray
         ) from error
     if "counts" not in arrays:
         raise ValueError(f"{argument} {path} has arrays {_listed(names)}; expected an array named 'counts'")
+    if (counts := arrays["counts"]).ndim not in dimensions:
+        raise ValueError(f"{argument} {path}: counts has shape {counts.shape}; expected {expected}")
     return arrays
 
 

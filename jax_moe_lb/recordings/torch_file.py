@@ -10,7 +10,6 @@ import pickletools
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,105 +120,106 @@ def read_torch(path: Path, limits: FileLimits = FileLimits()) -> Any:
         if f"{folder}byteorder" in archive.members and archive.read(f"{folder}byteorder") != b"little":
             raise ValueError("tensors are not little-endian; expected little-endian")
         program = archive.read(name)
-        return _Interpreter(archive, folder).run(program)
+        return _value(program, archive, folder)
     except (OSError, ValueError, MemoryError):
         raise
     except Exception as error:  # zipfile, the list of instructions and the stack raise many types for a damaged file
         raise ValueError(f"damaged ({type(error).__name__})") from error
 
 
-class _Interpreter:
-    """Interpreter of the pickle instructions written by `torch.save` for plain data."""
-
-    # Its results are made of `None`, numbers, text, lists, tuples, dictionaries, and `Tensor`s.
-
-    def __init__(self, archive: Archive, folder: str) -> None:
-        self.archive, self.folder = archive, folder
-        self.stack: list[Any] = []
-        self.marks: list[int] = []
-        self.memo: dict[int, Any] = {}
-
-    def run(self, program: bytes) -> Any:
-        """Return the value of a pickle."""
-        limits: FileLimits = self.archive.limits
-        argument: Any
-        for number, (instruction, argument, _) in enumerate(pickletools.genops(program)):
-            if number >= limits.values:
-                limits.check("values", len(program), "a pickle of up to {} values")
-            name = instruction.name
-            if name in PUSHED:
-                self.stack.append(argument)
-            elif name in CONSTANTS:
-                self.stack.append(CONSTANTS[name])
-            elif name in EMPTY:
-                self.stack.append(EMPTY[name]())
-            elif name in CALLS:
-                CALLS[name](self, argument)
-            else:
+def _value(program: bytes, archive: Archive, folder: str) -> Any:
+    """Return the value of a pickle: `None`, numbers, text, lists, tuples, dictionaries, and `Tensor`s."""
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[int, Any] = {}
+    limits: FileLimits = archive.limits
+    argument: Any
+    for number, (instruction, argument, _) in enumerate(pickletools.genops(program)):
+        if number >= limits.values:
+            limits.check("values", len(program), "a pickle of up to {} values")
+        match instruction.name:
+            case "PROTO" | "STOP":
+                continue
+            case "BINUNICODE" | "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT":
+                stack.append(argument)
+            case "NONE":
+                stack.append(None)
+            case "NEWTRUE" | "NEWFALSE":
+                stack.append(instruction.name == "NEWTRUE")
+            case "EMPTY_DICT":
+                stack.append({})
+            case "EMPTY_LIST":
+                stack.append([])
+            case "EMPTY_TUPLE":
+                stack.append(())
+            case "MARK":
+                marks.append(len(stack))
+            case "BINPUT" | "LONG_BINPUT":
+                memo[argument] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[argument])
+            case "APPEND":
+                _append(stack, [stack.pop()])
+            case "APPENDS":
+                _append(stack, _since(marks, stack))
+            case "SETITEM":
+                _set_items(stack, [stack.pop(-2), stack.pop()])
+            case "SETITEMS":
+                _set_items(stack, _since(marks, stack))
+            case "TUPLE":
+                stack.append(tuple(_since(marks, stack)))
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                size = int(instruction.name[-1])
+                if len(stack) < size:
+                    raise ValueError("its pickle ends early; expected more values")
+                stack[-size:] = [tuple(stack[-size:])]
+            case "GLOBAL":
+                if argument not in GLOBALS:
+                    raise ValueError(f"its pickle uses {argument.replace(' ', '.')[:80]}; expected plain data")
+                stack.append(GLOBALS[argument])
+            case "REDUCE":
+                stack[-2:] = [_called(stack[-2:])]
+            case "BINPERSID":
+                stack.append(_storage(archive, folder, stack.pop()))
+            case name:
                 raise ValueError(f"its pickle has {name}; expected plain data")
-        return self.stack.pop()
+    return stack.pop()
 
-    def put(self, index: int) -> None:
-        """Store the top of the stack."""
-        self.memo[index] = self.stack[-1]
 
-    def get(self, index: int) -> None:
-        """Push a stored value."""
-        self.stack.append(self.memo[index])
+def _since(marks: list[int], stack: list[Any]) -> list[Any]:
+    """Pop and return the values above the last mark."""
+    height = marks.pop()
+    values = stack[height:]
+    del stack[height:]
+    return values
 
-    def mark(self, _: None) -> None:
-        """Store the height of the stack."""
-        self.marks.append(len(self.stack))
 
-    def since_mark(self) -> list[Any]:
-        """Pop and return the values above the last mark."""
-        height = self.marks.pop()
-        values = self.stack[height:]
-        del self.stack[height:]
-        return values
+def _append(stack: list[Any], values: list[Any]) -> None:
+    if type(stack[-1]) is not list:
+        raise ValueError("its pickle appends to another type; expected a list")
+    stack[-1].extend(values)
 
-    def append(self, values: list[Any]) -> None:
-        """Append values to the list on top of the stack."""
-        if type(self.stack[-1]) is not list:
-            raise ValueError("its pickle appends to another type; expected a list")
-        self.stack[-1].extend(values)
 
-    def set_items(self, pairs: list[Any]) -> None:
-        """Set items of the dictionary on top of the stack, given as keys and values in turn."""
-        keys = pairs[::2]
-        # The hash of a nested tuple recurses without a limit, and hashes of larger integers may all be equal.
-        if type(self.stack[-1]) is not dict or not all(
-            type(k) is str or (type(k) is int and _is_size(k)) for k in keys
-        ):
-            raise ValueError("its pickle sets an item of another type; expected a dictionary with texts or integers")
-        self.stack[-1].update(zip(keys, pairs[1::2], strict=True))
+def _set_items(stack: list[Any], pairs: list[Any]) -> None:
+    keys = pairs[::2]
+    # The hash of a nested tuple recurses without a limit, and hashes of larger integers may all be equal.
+    if type(stack[-1]) is not dict or not all(type(k) is str or (type(k) is int and _is_size(k)) for k in keys):
+        raise ValueError("its pickle sets an item of another type; expected a dictionary with texts or integers")
+    stack[-1].update(zip(keys, pairs[1::2], strict=True))
 
-    def tuple_of(self, size: int) -> None:
-        """Replace the last values by a tuple."""
-        values = self.stack[-size:]
-        if len(values) < size:
-            raise ValueError("its pickle ends early; expected more values")
-        self.stack[-size:] = [tuple(values)]
 
-    def find(self, name: str) -> None:
-        """Push one of the known types and functions."""
-        if name not in GLOBALS:
-            raise ValueError(f"its pickle uses {name.replace(' ', '.')[:80]}; expected plain data")
-        self.stack.append(GLOBALS[name])
+def _called(call: list[Any]) -> Any:
+    function, arguments = call
+    if function not in (_tensor, dict) or type(arguments) is not tuple or (function is dict and arguments):
+        raise ValueError("its pickle calls data; expected a tensor or an empty dictionary")
+    return function(*arguments)
 
-    def call(self, _: None) -> None:
-        """Replace a function and arguments by the result."""
-        function, arguments = self.stack[-2:]
-        if function not in (_tensor, dict) or type(arguments) is not tuple or (function is dict and arguments):
-            raise ValueError("its pickle calls data; expected a tensor or an empty dictionary")
-        self.stack[-2:] = [function(*arguments)]
 
-    def load_storage(self, _: None) -> None:
-        """Replace a reference by the storage."""
-        kind, dtype, key, _, size = self.stack.pop()
-        if kind != "storage" or dtype not in DTYPES.values() or not isinstance(key, str) or not _is_size(size):
-            raise ValueError("a storage reference is malformed; expected dtype, name and size")
-        self.stack.append(Storage(self.archive, f"{self.folder}data/{key}", np.dtype(dtype), size))
+def _storage(archive: Archive, folder: str, reference: Any) -> Storage:
+    kind, dtype, key, _, size = reference
+    if kind != "storage" or dtype not in DTYPES.values() or not isinstance(key, str) or not _is_size(size):
+        raise ValueError("a storage reference is malformed; expected dtype, name and size")
+    return Storage(archive, f"{folder}data/{key}", np.dtype(dtype), size)
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Tensor:
@@ -238,36 +238,8 @@ def _is_size(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**48
 
 
-PUSHED = frozenset({"BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"})
-"""Instructions with a value."""
-
-CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-EMPTY = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}
-
 GLOBALS = {f"torch {name}": dtype for name, dtype in DTYPES.items()} | {
     "torch._utils _rebuild_tensor_v2": _tensor,
     "collections OrderedDict": dict,
 }
 """Names that a pickle may use. A dictionary keeps the order of items."""
-
-CALLS: dict[str, Callable[[_Interpreter, Any], None]] = {
-    "PROTO": lambda machine, version: None,
-    "STOP": lambda machine, _: None,
-    "MARK": _Interpreter.mark,
-    "BINPUT": _Interpreter.put,
-    "LONG_BINPUT": _Interpreter.put,
-    "BINGET": _Interpreter.get,
-    "LONG_BINGET": _Interpreter.get,
-    "APPEND": lambda machine, _: machine.append([machine.stack.pop()]),
-    "APPENDS": lambda machine, _: machine.append(machine.since_mark()),
-    "SETITEM": lambda machine, _: machine.set_items([machine.stack.pop(-2), machine.stack.pop()]),
-    "SETITEMS": lambda machine, _: machine.set_items(machine.since_mark()),
-    "TUPLE": lambda machine, _: machine.stack.append(tuple(machine.since_mark())),
-    "TUPLE1": lambda machine, _: machine.tuple_of(1),
-    "TUPLE2": lambda machine, _: machine.tuple_of(2),
-    "TUPLE3": lambda machine, _: machine.tuple_of(3),
-    "GLOBAL": _Interpreter.find,
-    "REDUCE": _Interpreter.call,
-    "BINPERSID": _Interpreter.load_storage,
-}
-"""Instructions working on the stack."""
