@@ -6,7 +6,7 @@ The axes follow from the device groups of an instruction.
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -111,6 +111,9 @@ class ExchangeForm:
     reason: str  # condition of the choice of `path`
 
 
+Key = tuple[str, tuple[str, ...] | None, ExchangeForm | None]
+"""Kind, mesh axes and form of collectives that are listed together."""
+
 PathOf = Callable[[tuple[str, ...]], PathChoice]
 """Function from mesh axes to the path of an exchange over them."""
 
@@ -143,18 +146,13 @@ def collectives(
     module: Module, axes: Mapping[str, int], moved: CostOf, path_of: PathOf | None = None
 ) -> list[ProgramCollective]:
     """List the collectives of a program, largest first."""
-    found: dict[Key, list[tuple[OperationCost, list[str]]]] = {}
+    found: list[tuple[Key, OperationCost]] = []
     for cost in executed(module, lambda computation, one: _nbytes(module, computation, one)):
-        beside = work_between(module, cost.computation, cost.instruction, moved)
         for computation, inner in exchanges(module, cost.computation, cost.instruction):
             over = axes_of(inner, axes)
             form = _form(computation, inner, over, axes, path_of) if path_of else None
-            found.setdefault((kind_of(inner), over, form), []).append((cost, beside))
-    listed = [merged(*key, members) for key, members in found.items()]
-    return sorted(listed, key=lambda one: one.nbytes, reverse=True)
-
-
-Key = tuple[str, tuple[str, ...] | None, ExchangeForm | None]
+            found.append(((kind_of(inner), over, form), cost))
+    return merged(module, found, moved)
 
 
 def _form(
@@ -172,22 +170,25 @@ def _form(
     return ExchangeForm(updates, blocks, choice.path.value, choice.reason)
 
 
-def merged(
-    kind: str,
-    axes: tuple[str, ...] | None,
-    exchange: ExchangeForm | None,
-    members: list[tuple[OperationCost, list[str]]],
-) -> ProgramCollective:
-    """Add up the executions of a collective, each with the overlapping work."""
-    return ProgramCollective(
-        kind=kind,
-        axes=axes,
-        count=sum(cost.times for cost, _ in members),
-        nbytes=total([cost for cost, _ in members]),
-        asynchronous=sum(cost.times for cost, beside in members if beside),
-        over=tuple(dict.fromkeys(name for _, beside in members for name in beside)),
-        exchange=exchange,
-    )
+def merged(module: Module, found: Iterable[tuple[Key, OperationCost]], moved: CostOf) -> list[ProgramCollective]:
+    """Add up the executions of equal collectives, each with the overlapping work; return the largest first."""
+    groups: dict[Key, list[tuple[OperationCost, list[str]]]] = {}
+    for key, cost in found:
+        beside = work_between(module, cost.computation, cost.instruction, moved)
+        groups.setdefault(key, []).append((cost, beside))
+    listed = [
+        ProgramCollective(
+            kind=kind,
+            axes=axes,
+            count=sum(cost.times for cost, _ in members),
+            nbytes=total([cost for cost, _ in members]),
+            asynchronous=sum(cost.times for cost, beside in members if beside),
+            over=tuple(dict.fromkeys(name for _, beside in members for name in beside)),
+            exchange=exchange,
+        )
+        for (kind, axes, exchange), members in groups.items()
+    ]
+    return sorted(listed, key=lambda one: one.nbytes, reverse=True)
 
 
 def kind_of(instruction: Instruction) -> str:

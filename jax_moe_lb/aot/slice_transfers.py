@@ -6,7 +6,7 @@ inside a slice as for a single slice.
 
 import re
 
-from jax_moe_lb.aot.collectives import ProgramCollective, merged, work_between
+from jax_moe_lb.aot.collectives import Key, ProgramCollective, merged
 from jax_moe_lb.aot.execution_counts import CostOf, OperationCost, executed
 from jax_moe_lb.aot.hlo import Computation, Instruction, Module
 from jax_moe_lb.core.types import Axes
@@ -20,15 +20,13 @@ NUMBERS_OF_A_SLICE = 100_000
 
 def transfers_between_slices(module: Module, axes: Axes, slice_axes: Axes, moved: CostOf) -> list[ProgramCollective]:
     """List the transfers between slices, largest first; `slice_axes` are some of the mesh axes."""
-    found: dict[tuple[str, Axes], list[tuple[OperationCost, list[str]]]] = {}
+    found: list[tuple[Key, OperationCost]] = []
     for cost in executed(module, _received):
         attributes, kind = cost.instruction.attributes, TRANSFER.search(cost.instruction.attributes)
         assert kind is not None
         over = axes if _includes_slices(attributes) else slice_axes
-        beside = work_between(module, cost.computation, cost.instruction, moved)
-        found.setdefault((kind[1].lower().replace("_", "-"), over), []).append((cost, beside))
-    transfers = [merged(f"{kind} between slices", over, None, members) for (kind, over), members in found.items()]
-    return sorted(transfers, key=lambda one: one.nbytes, reverse=True)
+        found.append(((f"{kind[1].lower().replace('_', '-')} between slices", over, None), cost))
+    return merged(module, found, moved)
 
 
 def _received(_: Computation, one: Instruction) -> int:
