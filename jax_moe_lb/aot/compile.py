@@ -24,7 +24,6 @@ from jax.stages import Compiled, Lowered, Wrapped
 from jax_moe_lb.aot.collectives import collectives
 from jax_moe_lb.aot.compiler_options import compiler_options
 from jax_moe_lb.aot.execution_counts import (
-    Launches,
     answers_from_host,
     executed,
     host_waits,
@@ -197,6 +196,13 @@ def read_report(
     # Later passes rename some operations, so read the module that belongs to these dumps.
     text = _dump(folder, "after_optimizations")
     assignment = _dump(folder, "buffer-assignment")
+    thunks, annotations = "", ""
+    waits: int | None = answers_from_host(module)
+    if target.platform == "cuda":
+        # XLA omits the first dump if its last passes make no change.
+        thunks = _dump(folder, "thunk_sequence_after_thunk_passes") or _dump(folder, "thunk_sequence")
+        annotations = _dump(folder, "thunk_metadata")
+        waits = host_waits(module, thunks, annotations) if thunks else None
     buffers = peak_buffers(
         parse_module(text) if text else module, _dump(folder, "live-range"), assignment, target.fast_spaces
     )
@@ -220,32 +226,14 @@ def read_report(
             *collectives(module, axes, traffic.nbytes, partial(_path, mesh)),
         ),
         custom_calls=_custom_calls(module),
-        host_waits=_waits(module, target, folder),
+        host_waits=waits,
         compile_s=compile_s,
-        schedule=scheduled(module, traffic, axes, partial(_path, mesh), _launches(target, folder)),
+        schedule=scheduled(module, traffic, axes, partial(_path, mesh), launches(thunks, annotations)),
     )
 
 
 def _path(mesh: Mesh, axes: tuple[str, ...]) -> PathChoice:
     return exchange_path(Topology.from_mesh(mesh, axes))
-
-
-def _waits(module: Module, target: Target, folder: Path) -> int | None:
-    if target.platform != "cuda":
-        return answers_from_host(module)
-    sequence = _thunks(folder)
-    return host_waits(module, sequence, _dump(folder, "thunk_metadata")) if sequence else None
-
-
-def _launches(target: Target, folder: Path) -> Launches:
-    if target.platform != "cuda":
-        return Launches()
-    return launches(_thunks(folder), _dump(folder, "thunk_metadata"))
-
-
-def _thunks(folder: Path) -> str:
-    # XLA omits the first dump if its last passes make no change.
-    return _dump(folder, "thunk_sequence_after_thunk_passes") or _dump(folder, "thunk_sequence")
 
 
 def _custom_calls(module: Module) -> dict[str, int]:

@@ -82,8 +82,6 @@ def compiler_options(mesh: Mesh, others: Mapping[str, str | bool] | None = None)
 
 
 def _check(options: Mapping[str, str | bool], ranks_in_process: int) -> None:
-    """Refuse combinations of options known to be wrong."""
-
     def is_on(name: str) -> bool:
         return str(options.get(name, False)).lower() in ("true", "1")
 

@@ -195,7 +195,6 @@ def part_of_round(rows: Int[np.ndarray, "..."], i: int, rounds: int) -> Int[np.n
 
 
 def _inside(rows: Int[np.ndarray, "R R"], groups: Int[np.ndarray, "G P"]) -> Int[np.ndarray, "G P P"]:
-    """Return the rows between the ranks per group."""
     return rows[groups[:, :, None], groups[:, None]]
 
 

@@ -1,6 +1,6 @@
 """Report on one device's share of a compiled program, and its printed form."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -160,7 +160,9 @@ def print_report(report: ProgramReport, title: str, console: Console | None = No
         >>> print_report(compile_layer(exact(), Target.parse("h100:1x8")), "exact")  # doctest: +SKIP
     """
     console = console_of(console, LEAST_COLUMNS)
-    for table in (_sums(report, title), _buffers(report), _operations(report), _collectives(report)):
+    caption = f"per device ({report.devices} devices), compiled in {report.compile_s:.0f} s, not run"
+    console.print(facts_table(title, _facts(report), caption))
+    for table in (_buffers(report), _operations(report), _collectives(report)):
         console.print(table)
 
 
@@ -172,11 +174,11 @@ def console_of(console: Console | None, least_columns: int) -> Console:
     return console
 
 
-def _sums(report: ProgramReport, title: str) -> Table:
+def facts_table(title: str, facts: Iterable[tuple[str, str]], caption: str) -> Table:
+    """Return a table with a row per name and value."""
     table = Table(title=escape(title), title_justify="left", show_header=False, box=SIMPLE_HEAD)
-    table.caption = f"per device ({report.devices} devices), compiled in {report.compile_s:.0f} s, not run"
-    table.caption_justify = "left"
-    for name, value in _facts(report):
+    table.caption, table.caption_justify = caption, "left"
+    for name, value in facts:
         table.add_row(name, escape(value))
     return table
 

@@ -150,7 +150,6 @@ class _Walk:
     running: dict[str, Span] = field(default_factory=dict)
 
     def run(self, operations: tuple[ScheduledOperation, ...], i: int) -> None:
-        """Run operations of round `i`."""
         for one in operations:
             if one.kind is Kind.LOOP:
                 self._loop(one, i)

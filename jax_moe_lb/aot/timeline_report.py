@@ -3,16 +3,15 @@
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jax_moe_lb.aot.report import console_of, table_of
+from jax_moe_lb.aot.report import console_of, facts_table, table_of
 from jax_moe_lb.aot.timeline import WAIT, Span, Timeline
 from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.file_limits import LimitError, open_regular
@@ -124,7 +123,8 @@ def print_timeline(timeline: Timeline, title: str, console: Console | None = Non
         >>> print_timeline(found, "exact")  # doctest: +SKIP
     """
     console = console_of(console, COLUMNS)
-    for table in (_sums(timeline, title), _stages(timeline), _operations(timeline)):
+    console.print(facts_table(f"timeline: {title}", _sums(timeline), NOTE))
+    for table in (_stages(timeline), _operations(timeline)):
         console.print(table)
 
 
@@ -158,17 +158,14 @@ def _compared(
     return table
 
 
-def _sums(timeline: Timeline, title: str) -> Table:
-    table = Table(title=escape(f"timeline: {title}"), title_justify="left", show_header=False, box=SIMPLE_HEAD)
-    table.caption, table.caption_justify = NOTE, "left"
-    table.add_row("total", f"{_ms(timeline.total_s)} ms")
+def _sums(timeline: Timeline) -> Iterator[tuple[str, str]]:
+    yield "total", f"{_ms(timeline.total_s)} ms"
     share = timeline.exposed_s / max(timeline.total_s, 1e-12)
-    table.add_row("exposed communication", f"{_ms(timeline.exposed_s)} ms, {share:.0%}")
-    table.add_row("hidden communication", f"{_ms(timeline.hidden_s)} ms")
-    table.add_row("load", escape(f"{timeline.load}, rounds of the receive buffer: {timeline.rounds}"))
+    yield "exposed communication", f"{_ms(timeline.exposed_s)} ms, {share:.0%}"
+    yield "hidden communication", f"{_ms(timeline.hidden_s)} ms"
+    yield "load", f"{timeline.load}, rounds of the receive buffer: {timeline.rounds}"
     bounds = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in timeline.bounds().items())
-    table.add_row("bound by, in ms", escape(bounds or "nothing"))
-    return table
+    yield "bound by, in ms", bounds or "nothing"
 
 
 def _stages(timeline: Timeline) -> Table:
