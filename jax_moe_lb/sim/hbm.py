@@ -25,7 +25,6 @@ class ByteBreakdown:
         return sum(asdict(self).values())
 
     def __add__(self: BreakdownT, other: BreakdownT) -> BreakdownT:
-        """Add two breakdowns part by part."""
         return type(self)(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
 
 
@@ -62,74 +61,50 @@ def traffic_of(system: System, model: ModelShape, cluster: Cluster, *, backward:
     rows = system.dispatch.cost().row_arrays(model.tokens, model.per_token, cluster.topology())
     home = model.experts // cluster.num_ranks
     system = system.limit_slots(model.experts, home)
-    widened = SUMS_BYTES / model.itemsize
-    each = _Arrays(
-        tokens=float(model.tokens * model.row_bytes),
-        gathered=rows.gathered(float(rows.sent)) * model.row_bytes,
-        exchanged=float((rows.sent + (rows.received or rows.computed)) * model.row_bytes),
-        first_hop=float((rows.sent_first + rows.forwarded) * model.row_bytes),
-        carried=float(rows.carried * model.row_bytes) * (3 * widened if rows.carries_sums else 1),
-        rows=float(rows.computed * model.row_bytes),
-        hidden=float(rows.computed * model.inner * model.itemsize),
-        kind=float((home + system.replica_slots) * model.expert_bytes / model.matrices),
-    )
     inner, loops, replicas = model.matrices - 1, system.dispatch.buffers.max_rounds != 1, system.replica_slots
     joins = joins_weights(system, model, cluster)
+    gathered = rows.gathered(float(rows.sent)) * model.row_bytes
+    sent = float((rows.sent + (rows.received or rows.computed) + rows.sent_first + rows.forwarded) * model.row_bytes)
+    operand, hidden = float(rows.computed * model.row_bytes), float(rows.computed * model.inner * model.itemsize)
+    one_kind = float((home + replicas) * model.expert_bytes / model.matrices)
+    all_kinds = (inner + 1) * one_kind
+    # Reads and writes of outputs, or of their sums, carried by a loop.
+    carried = float(rows.carried * model.row_bytes) * (3 * SUMS_BYTES / model.itemsize if rows.carries_sums else 1)
     # A rank sends as many replicas as it receives, at most its home experts.
-    fetched = HbmTraffic(exchanges=2.0 * min(replicas, home) * model.expert_bytes)
-    forward = each.forward(inner, joins, loops) + fetched
+    fetched = 2.0 * min(replicas, home) * model.expert_bytes
+    forward = HbmTraffic(
+        permutation=2 * gathered,
+        sums=gathered + float(model.tokens * model.row_bytes),
+        joined=joins * 2 * all_kinds,
+        exchanges=2 * sent + fetched,
+        # Rows are read once, by the products of up and gate together, and written once.
+        products=2 * operand + (inner + 1) * (hidden + one_kind),
+        activations=(inner + 1) * hidden,
+        carried=loops * carried,
+    )
     if not backward:
         return forward
-    arriving = HbmTraffic(arriving=arriving_bytes(replicas, replicas, (home + replicas) * joins, model))
-    return forward + fetched + each.backward(inner, joins, loops, widened) + arriving
+    # Products of the rows again, and of the gradients of hidden activations, rows and weights.
+    again = operand + inner * (hidden + one_kind)
+    of_hidden = operand + hidden + one_kind
+    of_rows = 2 * operand + inner * (hidden + one_kind)
+    of_weights = 2 * operand + (inner + 1) * (hidden + one_kind)
+    return forward + HbmTraffic(
+        permutation=4 * gathered,
+        sums=forward.sums,
+        joined=forward.joined,
+        exchanges=3 * sent + fetched,
+        products=again + of_hidden + of_rows + of_weights,
+        activations=2 * (inner + 1) * hidden,
+        carried=loops * summed_in_loop(all_kinds, model),
+        arriving=arriving_bytes(replicas, replicas, (home + replicas) * joins, model),
+    )
 
 
-@dataclass(frozen=True)
-class _Arrays:
-    """Bytes of the arrays of one layer."""
-
-    tokens: float  # tokens of a rank
-    gathered: float  # rows gathered in a dispatch
-    exchanged: float  # rows sent and received in the last hop
-    first_hop: float  # rows sent and received in a first hop
-    carried: float  # reads and writes of outputs, or of their sums, carried by a loop
-    rows: float  # operand of the products
-    hidden: float  # one hidden activation
-    kind: float  # one matrix of all slots
-
-    def forward(self, inner: int, joins: bool, loops: bool) -> HbmTraffic:
-        return HbmTraffic(
-            permutation=permuted_bytes(self.gathered),
-            sums=summed_bytes(self.gathered, self.tokens),
-            joined=joins * joined_bytes((inner + 1) * self.kind),
-            exchanges=2 * (self.exchanged + self.first_hop),
-            # Rows are read once, by the products of up and gate together, and written once.
-            products=2 * self.rows + (inner + 1) * (self.hidden + self.kind),
-            activations=(inner + 1) * self.hidden,
-            carried=loops * self.carried,
-        )
-
-    def backward(self, inner: int, joins: bool, loops: bool, widened: float) -> HbmTraffic:
-        """Count the backward pass, including the rematerialized products of the rows."""
-        again = self.rows + inner * (self.hidden + self.kind)
-        of_hidden = self.rows + self.hidden + self.kind
-        of_rows = 2 * self.rows + inner * (self.hidden + self.kind)
-        of_weights = 2 * self.rows + (inner + 1) * (self.hidden + self.kind)
-        all_kinds = (inner + 1) * self.kind
-        return HbmTraffic(
-            permutation=2 * permuted_bytes(self.gathered),
-            sums=summed_bytes(self.gathered, self.tokens),
-            joined=joins * joined_bytes(all_kinds),
-            exchanges=3 * (self.exchanged + self.first_hop),
-            products=again + of_hidden + of_rows + of_weights,
-            activations=2 * (inner + 1) * self.hidden,
-            carried=loops * summed_in_loop(all_kinds, widened),
-        )
-
-
-def summed_in_loop(weights_bytes: float, widened: float) -> float:
+def summed_in_loop(weights_bytes: float, model: ModelShape) -> float:
     """Count the bytes read and written to add the gradients of one round to those of earlier rounds."""
     # The loop reads and writes sums and writes wide gradients; the end rounds them.
+    widened = SUMS_BYTES / model.itemsize
     return (2 * widened + (widened - 1) + widened + 1) * weights_bytes
 
 
@@ -138,27 +113,12 @@ def empty_row_bytes(model: ModelShape, passes: int) -> float:
     return passes * (HIDDEN_ARRAYS / 3 * model.inner * model.itemsize + model.row_bytes)
 
 
-def permuted_bytes(copies_bytes: float) -> float:
-    """Count the bytes read and written by a permutation of token copies in a rank's memory."""
-    return 2 * copies_bytes
-
-
-def summed_bytes(copies_bytes: float, tokens_bytes: float) -> float:
-    """Count the bytes read and written by the sum of each token's copies in a rank's memory."""
-    return copies_bytes + tokens_bytes
-
-
 def arriving_bytes(sent: int, arriving: int, joined_slots: int, model: ModelShape) -> float:
     """Count the bytes read and written by a rank for the gradients of replicas on the way home."""
     # Each arriving gradient, the sum of its expert and a wide sum are read, and both sums written. Gradients of joined
     # weights are split: those of replicas, also of empty slots, before the exchange, and those of home experts after.
     added = 3 + 2 * SUMS_BYTES / model.itemsize
     return (2 * joined_slots + sent + arriving + added * arriving) * model.expert_bytes
-
-
-def joined_bytes(weights_bytes: float) -> float:
-    """Count the bytes read and written to concatenate the weights of home experts and replicas in a rank's memory."""
-    return 2 * weights_bytes
 
 
 def joins_weights(system: System, model: ModelShape, cluster: Cluster) -> bool:

@@ -5,8 +5,8 @@ the largest ones. `benchmarks/compiled/memory_model.py` compares the sum with th
 """
 
 import math
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.layer.systems import System
@@ -14,7 +14,6 @@ from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.hbm import SUMS_BYTES, ByteBreakdown, joins_weights
 from jax_moe_lb.sim.migration import Migration
 from jax_moe_lb.sim.model import ModelShape, Step
-from jax_moe_lb.transport.cost import RowArrays
 
 MOMENTS_BYTES = 8.0
 """Bytes of Adam's two moments per parameter, in float32."""
@@ -87,118 +86,56 @@ def memory_of(system: System, model: ModelShape, cluster: Cluster, migration: Mi
         kept=float(step.parallel.in_flight * model.layers * _kept_bytes(model, step)) if step.backward else 0.0,
     )
     num_home = model.experts // cluster.num_ranks + migration.gathered_bytes(model, cluster) // model.expert_bytes
-    layer = _Layer(system.limit_slots(model.experts, num_home), model, cluster, migration, num_home)
-    backward = [layer.of_hidden(), layer.of_rows(), layer.of_weights(), layer.replica_gradients_come_home()]
-    phases = backward if step.backward else [layer.forward()]
+    topology = cluster.topology(migration.group_sizes(cluster))
+    phases = _phases(system.limit_slots(model.experts, num_home), model, cluster, topology, num_home, step.backward)
     return always + max(phases, key=lambda phase: phase.total)
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """Memory of one running layer, in each phase that may be the peak."""
+def _phases(
+    system: System, model: ModelShape, cluster: Cluster, topology: Topology, num_home: int, backward: bool
+) -> Iterator[Memory]:
+    """Yield the memory of one running layer in each phase that may be the peak, with `num_home` experts at home."""
+    rows = system.dispatch.cost().row_arrays(model.tokens, model.per_token, topology)
+    counts = rows.sent, rows.received, rows.computed, rows.forwarded
+    sent, received, computed, forwarded = (number * model.row_bytes for number in counts)
+    # A loop carries sums and outputs from round to round.
+    loops, matrices, slots = system.dispatch.buffers.max_rounds != 1, model.matrices, system.replica_slots
+    carried = loops * int(rows.carried * model.row_bytes * (SUMS_BYTES / model.itemsize if rows.carries_sums else 1))
+    hidden = rows.computed * model.inner * model.itemsize
+    tokens = 2 * model.tokens * model.row_bytes
+    # A single round rounds each gradient as it is written.
+    sums = (num_home + slots) * model.expert_bytes / model.itemsize * (SUMS_BYTES if loops else model.itemsize)
+    replicas, joins = float(slots * model.expert_bytes), joins_weights(system, model, cluster)
+    # A single layer is not sliced from a stack.
+    sliced = model.experts // cluster.num_ranks * model.expert_bytes * (model.layers > 1)
 
-    system: System
-    model: ModelShape
-    cluster: Cluster
-    migration: Migration
-    num_home: int  # experts served by a rank without replicas: its home experts and its gathered experts
-
-    @property
-    def loops(self) -> bool:
-        """True if a loop carries sums and outputs from round to round."""
-        return self.system.dispatch.buffers.max_rounds != 1
-
-    def forward(self) -> Memory:
-        """Count the forward pass: the exchange beside the outputs of earlier rounds, or the hidden activations."""
-        rows = self._rows
-        held = rows.forwarded + rows.carried * self.loops
-        exchanging = rows.sent + (rows.received or rows.computed)
-        gathering = rows.received + rows.computed
-        computing = rows.computed + (self.model.matrices - 1) * self._hidden
-        return self._products(1, held + max(exchanging, gathering, computing))
-
-    def of_hidden(self) -> Memory:
-        """Count the gradients of hidden activations: rows, gradients of outputs, and both passes' activations."""
-        rows = self._rows
-        phase = self._products(2, 2 * rows.computed + 2 * self.model.matrices * self._hidden + self._held())
-        # In a loop, the sums of earlier rounds exist; the gradient of `down` follows.
-        return replace(phase, sums=self._sums() * (self.loops + 1 / self.model.matrices))
-
-    def of_rows(self) -> Memory:
-        """Count the gradients of rows: rows, and a product with each of the inner matrices."""
-        # Rows are needed for the gradients of these matrices, which come last. The gradient of `down` is complete.
-        rows, matrices = self._rows, self.model.matrices
-        phase = self._products(2, matrices * rows.computed + (matrices - 1) * self._hidden + self._held())
-        return replace(phase, sums=self._sums() * (self.loops + 1 / matrices))
-
-    def of_weights(self) -> Memory:
-        """Count the gradients of the inner matrices, beside the exchange of the gradients of rows."""
-        rows, matrices = self._rows, self.model.matrices
-        exchanged = rows.computed + (0 if self.loops and not rows.received else rows.sent)
-        phase = self._products(0, rows.computed + exchanged + (matrices - 1) * self._hidden + self._held())
-        # A loop adds one kind at a time to the carried sums.
-        return replace(phase, sums=self._sums() * (1 + self.loops / matrices))
-
-    def replica_gradients_come_home(self) -> Memory:
-        """Count the gradients of replicas on the way home: one array sent, one received, and their sums."""
-        if not self.system.replica_slots:
-            return Memory()
-        model, domain = self.model, self._topology.ranks_per_domain
-        room = self.system.replicate.max_incoming_replicas(self.system.replica_slots, self.num_home, domain)
-        return Memory(
-            replicas=float(self.system.replica_slots * model.expert_bytes),
-            buffers=float(self._rows.sent + self._tokens()),
-            sums=self._sums(),
-            arriving=float(room * model.expert_bytes + model.expert_bytes / model.itemsize * SUMS_BYTES),
-        )
-
-    def _products(self, kinds: int, buffers: int) -> Memory:
+    def products(kinds: int, buffers: int, sums: float = 0.0) -> Memory:
         """Count products with `kinds` kinds of the weights of all slots, in one array if they are joined."""
-        model, slots = self.model, self.system.replica_slots
-        home = model.experts // self.cluster.num_ranks * model.expert_bytes
-        joined = kinds * (self.num_home + slots) * model.expert_bytes / model.matrices
-        joined = joined if joins_weights(self.system, model, self.cluster) else 0.0
-        return Memory(
-            replicas=float(slots * model.expert_bytes),
-            buffers=float(buffers + self._tokens()),
-            # A single layer is not sliced from a stack.
-            in_use=float(joined + home * (model.layers > 1)),
-        )
+        joined = kinds * (num_home + slots) * model.expert_bytes / matrices if joins else 0.0
+        return Memory(replicas=replicas, buffers=float(buffers + tokens), in_use=float(joined + sliced), sums=sums)
 
-    @cached_property
-    def _topology(self) -> Topology:
-        return self.cluster.topology(self.migration.group_sizes(self.cluster))
-
-    @cached_property
-    def _rows(self) -> RowArrays:
-        """Arrays of a round, in bytes."""
-        model = self.model
-        rows = self.system.dispatch.cost().row_arrays(model.tokens, model.per_token, self._topology)
-        widened = SUMS_BYTES / model.itemsize if rows.carries_sums else 1
-        carried = int(rows.carried * model.row_bytes * widened)
-        numbers = rows.sent, rows.received, rows.computed, rows.forwarded
-        sent, received, computed, forwarded = (number * model.row_bytes for number in numbers)
-        return RowArrays(sent, received, computed, carried, forwarded=forwarded)
-
-    @property
-    def _hidden(self) -> int:
-        """Bytes of one hidden activation."""
-        return self._rows.computed // self.model.hidden * self.model.inner
-
-    def _held(self) -> int:
-        """Return the bytes held during a backward round: forwarded rows, and carried gradients of rows."""
-        rows = self._rows
-        # Tokens are forwarded, and the gradients of their outputs.
-        return 2 * rows.forwarded + rows.carried * self.loops
-
-    def _tokens(self) -> int:
-        """Return the bytes of a layer's tokens and outputs, or of the gradients."""
-        return 2 * self.model.tokens * self.model.row_bytes
-
-    def _sums(self) -> float:
-        parameters = (self.num_home + self.system.replica_slots) * self.model.expert_bytes / self.model.itemsize
-        # A single round rounds each gradient as it is written.
-        return parameters * (SUMS_BYTES if self.loops else self.model.itemsize)
+    if not backward:
+        # The exchange beside the outputs of earlier rounds, or the hidden activations.
+        exchanging, gathering = sent + (received or computed), received + computed
+        computing = computed + (matrices - 1) * hidden
+        yield products(1, forwarded + carried + max(exchanging, gathering, computing))
+        return
+    # Forwarded tokens and gradients of outputs, and carried gradients of rows.
+    held = 2 * forwarded + carried
+    # Gradients of hidden activations: rows, gradients of outputs, and the activations of both passes. In a loop, the
+    # sums of earlier rounds exist; the gradient of `down` follows.
+    yield products(2, 2 * computed + 2 * matrices * hidden + held, sums * (loops + 1 / matrices))
+    # Gradients of rows: rows, which the next phase needs, and a product with each of the inner matrices.
+    yield products(2, matrices * computed + (matrices - 1) * hidden + held, sums * (loops + 1 / matrices))
+    # Gradients of the inner matrices, beside the exchange of the gradients of rows. A loop adds one kind at a time to
+    # the carried sums.
+    exchanged = computed + (0 if loops and not received else sent)
+    yield products(0, computed + exchanged + (matrices - 1) * hidden + held, sums * (1 + loops / matrices))
+    if slots:
+        # Gradients of replicas on the way home: one array sent, one received, and their sums.
+        room = system.replicate.max_incoming_replicas(slots, num_home, topology.ranks_per_domain)
+        arriving = float(room * model.expert_bytes + model.expert_bytes / model.itemsize * SUMS_BYTES)
+        yield Memory(replicas=replicas, buffers=float(sent + tokens), sums=sums, arriving=arriving)
 
 
 def _gathered_bytes(model: ModelShape, cluster: Cluster, migration: Migration, step: Step) -> float:

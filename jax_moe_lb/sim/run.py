@@ -205,7 +205,6 @@ def _works(
     migration: Migration,
     states: States | None,
 ) -> tuple[list[LayerWork], States]:
-    """Return the work per layer of the counts, and the states after it."""
     if states and len(states) != len(counts):
         raise ValueError(f"states has {len(states)} layers; expected the {len(counts)} of counts")
     before = states or itertools.repeat(None, len(counts))

@@ -30,13 +30,12 @@ Tasks run on the streams `compute`, `host` (the planner) and `copy` (copy engine
 
 import zlib
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.events import PerRank, Task, Timeline, Transfer
-from jax_moe_lb.sim.hbm import SUMS_BYTES, empty_row_bytes, joined_bytes, permuted_bytes, summed_bytes, summed_in_loop
+from jax_moe_lb.sim.hbm import empty_row_bytes, summed_in_loop
 from jax_moe_lb.sim.model import ModelShape, Peers, Step
 from jax_moe_lb.sim.network import Flow, busy_s, latency_s, level_seconds, seconds
 from jax_moe_lb.sim.work import LayerWork, Wave
@@ -56,13 +55,6 @@ def _of_home(work: LayerWork) -> Wave:
 
 def _parts(flows: tuple[Flow, ...], chunks: int) -> tuple[Flow, ...]:
     return tuple(flow.times(1 / chunks) for flow in flows) if chunks > 1 else flows
-
-
-class _Served(NamedTuple):
-    """Expert tasks of a wave, and the last task of the combine."""
-
-    experts: tuple[Task, ...]
-    back: tuple[Task, ...]
 
 
 @dataclass
@@ -114,7 +106,7 @@ class Scheduler:
         if not work.early:
             held += self._weights("weights", work, at, planned)
         if len(work.waves) > 1:
-            served = self._serve("", work.waves[0], at, sent, 1.0).back
+            _, served = self._serve("", work.waves[0], at, sent, 1.0)
         told = self._exchanges("counts", self._if_counted(work.address), at, (*planned, *served))
         ready = (*planned, *served, *told)
         if begun:
@@ -123,7 +115,7 @@ class Scheduler:
             )
         else:
             sent = self._dispatch("dispatch", last, at, ready)
-        return self._serve("", last, at, (*sent, *held), 1.0).back
+        return self._serve("", last, at, (*sent, *held), 1.0)[1]
 
     def _forward_in_phases(self, work: LayerWork, at: int, ready: tuple[Task, ...]) -> tuple[Task, ...]:
         routed = self._attention(at, ready)
@@ -139,10 +131,9 @@ class Scheduler:
         at_home = self._experts("", first, at, sent, 1.0)
         return self._home_and_back("", work, at, self._experts("", second, at, (*at_home, *held), 1.0))
 
-    def _backward_in_phases(self, work: LayerWork, at: int, ready: tuple[Task, ...]) -> tuple[Task, ...]:
-        held = self._exchanges("gather" + BACKWARD, work.gather if work.gather_again else (), at, ready)
-        factor, sends = self._backward_factor_and_sends()
-        self._shared(BACKWARD, at, ready, factor)
+    def _backward_in_phases(
+        self, work: LayerWork, at: int, ready: tuple[Task, ...], held: tuple[Task, ...], factor: float, sends: int
+    ) -> tuple[Task, ...]:
         first, second = work.waves
         sent = self._dispatch("dispatch" + BACKWARD, _of_home(work), at, ready, sends)
         held += self._weights("weights" + BACKWARD, work, at, ready)
@@ -152,13 +143,7 @@ class Scheduler:
         )
         at_home = self._experts(BACKWARD, first, at, sent, factor)
         served = self._experts(BACKWARD, second, at, (*at_home, *held), factor)
-        back = self._home_and_back(BACKWARD, work, at, served)
-        return self._after_experts(work, at, _Served(served, back))
-
-    def _backward_factor_and_sends(self) -> tuple[float, int]:
-        """Return the experts' time over that of the forward pass, and the exchanges of rows to the experts."""
-        factor = self.cluster.backward_factor
-        return (factor, 2) if self.step.recompute else (factor - 1, 1)
+        return self._after_experts(work, at, served, self._home_and_back(BACKWARD, work, at, served))
 
     def _home_and_back(self, mark: str, work: LayerWork, at: int, served: tuple[Task, ...]) -> tuple[Task, ...]:
         """Add the return of moved rows to the homes, and of all rows to the tokens."""
@@ -171,38 +156,40 @@ class Scheduler:
         return self._sums_of_tokens(mark, _of_home(work), at, done)
 
     def _backward(self, work: LayerWork, at: int, ready: tuple[Task, ...]) -> tuple[Task, ...]:
-        if work.passes_home:
-            return self._backward_in_phases(work, at, ready)
         held = self._exchanges("gather" + BACKWARD, work.gather if work.gather_again else (), at, ready)
-        # Token copies sent again travel beside the gradients of their outputs.
-        factor, sends = self._backward_factor_and_sends()
+        # Time of the experts over that of the forward pass, and exchanges of rows to them: token copies sent again
+        # travel beside the gradients of their outputs.
+        factor, sends = self.cluster.backward_factor - (not self.step.recompute), 1 + self.step.recompute
         self._shared(BACKWARD, at, ready, factor)
+        if work.passes_home:
+            return self._backward_in_phases(work, at, ready, held, factor, sends)
         back = ready
         for wave in work.waves[:-1]:
             sent = self._dispatch("dispatch" + BACKWARD, wave, at, back, sends)
             held += self._weights("weights" + BACKWARD, work, at, ready)
-            back = self._serve(BACKWARD, wave, at, sent, factor).back
+            _, back = self._serve(BACKWARD, wave, at, sent, factor)
         if len(work.waves) == 1:
             held += self._weights("weights" + BACKWARD, work, at, ready)
         sent = self._dispatch("dispatch" + BACKWARD, work.waves[-1], at, back, sends)
-        return self._after_experts(work, at, self._serve(BACKWARD, work.waves[-1], at, (*sent, *held), factor))
+        return self._after_experts(work, at, *self._serve(BACKWARD, work.waves[-1], at, (*sent, *held), factor))
 
-    def _after_experts(self, work: LayerWork, at: int, served: _Served) -> tuple[Task, ...]:
+    def _after_experts(
+        self, work: LayerWork, at: int, served: tuple[Task, ...], back: tuple[Task, ...]
+    ) -> tuple[Task, ...]:
         """Add the backward pass of attention, overlapped with gradients of replicas and gathered experts."""
         home: tuple[Task, ...] = ()
         if work.return_home is not None:
-            home = self._exchanges("gradients" + BACKWARD, (work.return_home,), at, served.experts, work.engine)
-        home += self._exchanges("gradients" + BACKWARD, work.gather_home, at, served.experts)
+            home = self._exchanges("gradients" + BACKWARD, (work.return_home,), at, served, work.engine)
+        home += self._exchanges("gradients" + BACKWARD, work.gather_home, at, served)
         if work.arriving:
-            self._in_memory("sums of replicas" + BACKWARD, work.arriving, at, served.experts)
+            self._in_memory("sums of replicas" + BACKWARD, work.arriving, at, served)
         if work.rounds > 1:
-            widened = SUMS_BYTES / self.model.itemsize
-            nbytes = summed_in_loop(float(work.waves[-1].rows.shape[1] * self.model.expert_bytes), widened)
-            self._in_memory("sums of rounds" + BACKWARD, (work.rounds - 1) * nbytes, at, served.experts)
-        self._data_sum(at, (*served.experts, *home))
+            nbytes = summed_in_loop(float(work.waves[-1].rows.shape[1] * self.model.expert_bytes), self.model)
+            self._in_memory("sums of rounds" + BACKWARD, (work.rounds - 1) * nbytes, at, served)
+        self._data_sum(at, (*served, *home))
         # A backward pass has two products per product of the forward pass.
         before_s = 2 * self.model.before_experts_s(self.cluster)
-        done = self._compute("attention" + BACKWARD, before_s, at, self._tensor_sum(BACKWARD, at, served.back))
+        done = self._compute("attention" + BACKWARD, before_s, at, self._tensor_sum(BACKWARD, at, back))
         # All layers share the slots' memory, so the gradients must leave it before the next layer's arrive.
         return *self._tensor_sum(BACKWARD, at, (done,)), *home
 
@@ -263,7 +250,7 @@ class Scheduler:
         held = held or after
         weights_bytes = float(work.waves[-1].rows.shape[1] * self.model.expert_bytes)
         mark = BACKWARD if stage.endswith(BACKWARD) else ""
-        return self._in_memory("joined weights" + mark, joined_bytes(weights_bytes), at, held)
+        return self._in_memory("joined weights" + mark, 2 * weights_bytes, at, held)
 
     def _in_memory(self, stage: str, num_bytes: float, at: int, after: tuple[Task, ...]) -> tuple[Task, ...]:
         """Add a task that moves bytes in a rank's own memory, if its bandwidth is given."""
@@ -302,15 +289,18 @@ class Scheduler:
             done = (*done, *(self._exchanges(stage, parts, at, one, messages=messages) or one))
         return done
 
-    def _serve(self, mark: str, wave: Wave, at: int, after: tuple[Task, ...], factor: float) -> _Served:
+    def _serve(
+        self, mark: str, wave: Wave, at: int, after: tuple[Task, ...], factor: float
+    ) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
+        """Add the experts and the combine of a wave; return the last tasks of both."""
         computed = self._experts(mark, wave, at, after, factor)
         flows = wave.gradients_back if mark else wave.back
         messages = self._messages(mark, wave, 1)
         back = self._in_chunks("combine" + mark, flows, at, [computed] * wave.chunks[1], messages)
-        return _Served(computed, self._sums_of_tokens(mark, wave, at, back))
+        return computed, self._sums_of_tokens(mark, wave, at, back)
 
     def _sums_of_tokens(self, mark: str, wave: Wave, at: int, after: tuple[Task, ...]) -> tuple[Task, ...]:
-        summed = summed_bytes(wave.gathered * self.model.row_bytes, float(self.model.tokens * self.model.row_bytes))
+        summed = wave.gathered * self.model.row_bytes + float(self.model.tokens * self.model.row_bytes)
         return self._in_memory("sums of copies" + mark, summed, at, after)
 
     def _permute(self, mark: str, wave: Wave, sends: int, at: int, after: tuple[Task, ...]) -> tuple[Task, ...]:
@@ -318,7 +308,8 @@ class Scheduler:
         rounds, share = max(wave.rounds, 1), 2 / 3 if mark else 1 / 3
         if self.cluster.round_s and after:
             after = (self._compute("small operations" + mark, share * rounds * self.cluster.round_s, at, after),)
-        nbytes = permuted_bytes(wave.gathered * self.model.row_bytes)
+        # Each row is read and written.
+        nbytes = 2 * wave.gathered * self.model.row_bytes
         return self._in_memory("permutation" + mark, sends * rounds * nbytes, at, after)
 
     def _experts(self, mark: str, wave: Wave, at: int, after: tuple[Task, ...], factor: float) -> tuple[Task, ...]:

@@ -12,7 +12,7 @@ represents a machine whose parts are equally popular; the worst of a thousand me
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -20,18 +20,16 @@ import numpy as np
 from jaxtyping import Int, Num
 
 from jax_moe_lb.balancers.base import LayerCost
-from jax_moe_lb.core.plan import Plan, load, replica_copies
+from jax_moe_lb.core.plan import Plan, replica_copies
 from jax_moe_lb.core.topology import Topology, home_experts_per_rank
 from jax_moe_lb.core.types import Counts, State
 from jax_moe_lb.layer.plan_on_host import HostPlan, plan_groups
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.hbm import (
-    SUMS_BYTES,
     arriving_bytes,
     empty_row_bytes,
     joins_weights,
-    permuted_bytes,
     summed_in_loop,
 )
 from jax_moe_lb.sim.limits import MOST_PLANNED_RANKS
@@ -178,9 +176,12 @@ class LayerWork:
     # If True, the second wave's rows come from the homes of their experts, and their outputs return there; see
     # `TransportCost.passes_home`
     passes_home: bool = False
-    load: Int[np.ndarray, "R"] = field(
-        default_factory=lambda: np.zeros(1, np.int64)
-    )  # token copies served by each rank
+
+    @property
+    def load(self) -> Int[np.ndarray, "R"]:
+        """Token copies served by each rank."""
+        # Under uniform routing, the rows of a slot are a fraction.
+        return np.rint(np.sum([wave.rows.sum(1) for wave in self.waves], 0)).astype(np.int64)
 
     @property
     def rounds(self) -> int:
@@ -203,14 +204,23 @@ def layer_work(
     topology, num_home = cluster.topology(migration.group_sizes(cluster)), counts.shape[1] // len(found[0])
     system = system.limit_slots(counts.shape[1], num_home)
     system = replace(system, balancer=system.balancer.sized(layer_facts(system, model, cluster)))
-    plans = plan_groups(system, [counts[ranks] for ranks in found], topology, num_home, states)
-    waves = [rows_of_groups(wave, model.per_token) for wave in zip(*(plan.waves for plan in plans), strict=True)]
-    parts = [
-        _part(system, model, cluster, topology, ranks, plan, list(rows))
-        for ranks, plan, *rows in zip(found, plans, *waves, strict=True)
-    ]
-    work = _merged(system, model, cluster, migration, counts, parts)
-    return replace(work, planner_s=_planner_s(system, cluster, plans)), [plan.state for plan in plans]
+    planned = plan_groups(system, [counts[ranks] for ranks in found], topology, num_home, states)
+    waves = [rows_of_groups(wave, model.per_token) for wave in zip(*(one.waves for one in planned), strict=True)]
+    plans, joins = [one.plan for one in planned], joins_weights(system, model, cluster)
+    weights, gradients = _replica_flows(plans, found, model, cluster)
+    work = replace(
+        shared_work(model, cluster, migration, counts.shape[1], system.dispatch),
+        planner_s=_planner_s(system, cluster, planned),
+        replicate=None if weights.is_empty else weights,
+        return_home=None if gradients.is_empty else gradients,
+        joins=joins,
+        arriving=max(_arriving(gradients_between(plan), plan.slots * joins, model) for plan in plans),
+        engine=system.replicate.uses_copy_engines and not cluster.communication.padded,
+        early=not needs_counts(system.balancer),
+        waves=_waves(system.dispatch, model, cluster, topology, found, waves),
+        passes_home=system.dispatch.cost().passes_home,
+    )
+    return work, [one.state for one in planned]
 
 
 def layer_facts(system: System, model: ModelShape, cluster: Cluster) -> LayerCost:
@@ -235,72 +245,40 @@ def _round_s(system: System, model: ModelShape, cluster: Cluster) -> float:
         return cluster.round_s
     rows, copies = system.dispatch.cost().row_arrays(model.tokens, model.per_token, cluster.topology()), model.tokens
     slots = model.experts // cluster.num_ranks + system.replica_slots
-    summed = summed_in_loop(float(slots * model.expert_bytes), SUMS_BYTES / model.itemsize)
-    permuted = 3 * permuted_bytes(rows.gathered(float(copies * model.per_token)) * model.row_bytes)
+    summed = summed_in_loop(float(slots * model.expert_bytes), model)
+    permuted = 3 * 2 * rows.gathered(float(copies * model.per_token)) * model.row_bytes
     empty = rows.computed * empty_row_bytes(model, 3)
     return cluster.round_s + (summed + permuted + empty) / cluster.hbm_bytes_per_s
 
 
-class _PartOfWave(NamedTuple):
+class _WaveOfGroup(NamedTuple):
     """Rows of a wave of one group; the hops have the padding and the turns if exchanges are padded."""
 
     hops: tuple[RowsBetween, ...]  # between the ranks
     rows: np.ndarray  # by slot
-    gathered: float
     rounds: int
-    computed: int  # rows of the products of one round
     padded: tuple[PaddedHop, ...] = ()
     turns: TurnRows | None = None
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Work of one group of ranks, in matrices over the ranks."""
-
-    ranks: Int[np.ndarray, "G"]
-    waves: list[_PartOfWave]
-    weights: np.ndarray
-    gradients: np.ndarray
-    by_slot: np.ndarray  # replicas of each slot between the ranks
-    domain: int  # ranks that exchange replicas
-    arriving: float  # bytes in the memory of the busiest rank for the gradients of replicas
-    load: Int[np.ndarray, "R"]
-
-
-def _part(
-    system: System,
-    model: ModelShape,
-    cluster: Cluster,
-    topology: Topology,
-    ranks: Int[np.ndarray, "G"],
-    found: HostPlan,
-    waves: list[WaveRows],
-) -> _Part:
-    plan, load_after = found.plan, np.zeros(len(ranks), np.int64)
-    cost, num_copies = system.dispatch.cost(), model.tokens * model.per_token
-    moved: list[_PartOfWave] = []
+def _waves_of_group(
+    cost: TransportCost, topology: Topology, waves: tuple[WaveRows, ...], num_copies: int, padded: bool
+) -> list[_WaveOfGroup]:
+    found: list[_WaveOfGroup] = []
     for at, wave in enumerate(waves):
-        hops, wave_plan = cost.hops(wave, topology), wave.plan
+        plan = wave.plan
         # The second phase has as many rounds as the first.
-        rounds = moved[0].rounds if moved and cost.passes_home else cost.rounds(wave, topology, num_copies)
+        rounds = found[0].rounds if found and cost.passes_home else cost.rounds(wave, topology, num_copies)
         if cost.passes_home and at == 0:
             # The rows of the second wave are not served at home.
-            wave_plan = replace(wave_plan, quota=wave_plan.quota - sum(later.counts.T for later in waves[1:]))
-        rows = rows_per_slot(wave_plan)
-        arrays = cost.row_arrays(model.tokens, model.per_token, topology)
-        gathered = arrays.gathered(float(rows.sum()) / len(rows))
-        moved.append(_PartOfWave(hops, rows, gathered, rounds, arrays.computed))
-        load_after += load(wave_plan)
-    if cluster.communication.padded:
-        moved = _with_padding(moved, waves, cost, num_copies)
-    weights, gradients = replicas_between(plan), gradients_between(plan)
-    arriving = _arriving(gradients, plan.slots * joins_weights(system, model, cluster), model)
-    return _Part(ranks, moved, weights, gradients, replicas_by_slot(plan), plan.domain, arriving, load_after)
+            plan = replace(plan, quota=plan.quota - sum(later.counts.T for later in waves[1:]))
+        found.append(_WaveOfGroup(cost.hops(wave, topology), rows_per_slot(plan), rounds))
+    return _with_padding(found, waves, cost, num_copies) if padded else found
 
 
 def _with_padding(
-    parts: list[_PartOfWave], waves: list[WaveRows], cost: TransportCost, num_copies: int
-) -> list[_PartOfWave]:
+    parts: list[_WaveOfGroup], waves: tuple[WaveRows, ...], cost: TransportCost, num_copies: int
+) -> list[_WaveOfGroup]:
     """Return the waves of a group with the exchanges as padded permutes."""
     room = cost.buffers.rows(num_copies)
     if cost.passes_home:
@@ -349,55 +327,63 @@ def widths_of(model: ModelShape, cluster: Cluster, dispatch: Dispatch) -> RowByt
     return RowBytes(outward[0] + beside, inward[0], outward[1], inward[1] + beside / 2)
 
 
-def _merged(
-    system: System, model: ModelShape, cluster: Cluster, migration: Migration, counts: Counts, parts: list[_Part]
-) -> LayerWork:
-    inside, widths = migration.group_sizes(cluster), widths_of(model, cluster, system.dispatch)
-    found = [part.ranks for part in parts]
+def _on_links(
+    found: Sequence[Int[np.ndarray, "G"]], matrices: Sequence[RowsBetween], num_bytes: float, cluster: Cluster
+) -> Flow:
+    # Groups have disjoint ranks and rows, and share links.
+    return flow(between_all(found, matrices) * num_bytes, cluster)
 
-    def on_links(matrices: Sequence[RowsBetween], num_bytes: float) -> Flow:
-        # Groups have disjoint ranks and rows, and share links.
-        return flow(between_all(found, matrices) * num_bytes, cluster)
 
+def _waves(
+    dispatch: Dispatch,
+    model: ModelShape,
+    cluster: Cluster,
+    topology: Topology,
+    found: list[Int[np.ndarray, "G"]],
+    by_wave: list[list[WaveRows]],
+) -> tuple[Wave, ...]:
+    cost, widths, padded = dispatch.cost(), widths_of(model, cluster, dispatch), cluster.communication.padded
+    arrays, num_copies = cost.row_arrays(model.tokens, model.per_token, topology), model.tokens * model.per_token
+    by_group = [_waves_of_group(cost, topology, waves, num_copies, padded) for waves in zip(*by_wave, strict=True)]
     waves = []
-    cost = system.dispatch.cost()
-    for at, first in enumerate(parts[0].waves):
-        by_rank = np.zeros((cluster.num_ranks, first.rows.shape[1]), np.int64)
-        for part in parts:
-            by_rank[part.ranks] = part.waves[at].rows
+    for parts in zip(*by_group, strict=True):
+        rows = np.zeros((cluster.num_ranks, parts[0].rows.shape[1]), np.int64)
+        for ranks, part in zip(found, parts, strict=True):
+            rows[ranks] = part.rows
         # Groups share links, so the layer lasts as long as the group with the most rounds.
-        rounds = max(part.waves[at].rounds for part in parts)
-        gathered = float(np.mean([part.waves[at].gathered for part in parts]))
-        wave = Wave((), by_rank, rounds, widths, gathered, cost.early_hops, cost.chunks_of_hops())
-        if not cost.passes_home:
-            wave = replace(wave, empty=np.maximum(rounds * first.computed - by_rank.sum(1), 0))
-        if cluster.communication.padded:
-            waves.append(_padded_wave(wave, parts, at, cluster))
+        rounds = max(part.rounds for part in parts)
+        gathered = float(np.mean([arrays.gathered(float(part.rows.sum()) / len(part.rows)) for part in parts]))
+        empty = 0.0 if cost.passes_home else np.maximum(rounds * arrays.computed - rows.sum(1), 0)
+        wave = Wave((), rows, rounds, widths, gathered, cost.early_hops, cost.chunks_of_hops(), empty=empty)
+        if padded:
+            waves.append(_padded_wave(wave, found, parts, cluster))
             continue
-        hops = [on_links([part.waves[at].hops[hop] for part in parts], widths.out) for hop in range(len(first.hops))]
-        dispatch = tuple(exchanged(hop, inside, cluster, by_level=cost.by_level) for hop in hops)
-        waves.append(replace(wave, dispatch=dispatch))
-    loads = np.zeros(cluster.num_ranks, np.int64)
-    for part in parts:
-        loads[part.ranks] = part.load
-    if cluster.communication.padded:
-        parts, out, back = _padded_replicas(parts, cluster.num_ranks, counts.shape[1])
-    weights = on_links([part.weights for part in parts], float(model.expert_bytes))
-    gradients = on_links([part.gradients for part in parts], float(model.expert_bytes))
-    if cluster.communication.padded:
-        weights, gradients = with_messages(weights, out), with_messages(gradients, back)
-    return replace(
-        shared_work(model, cluster, migration, counts.shape[1], system.dispatch),
-        replicate=None if weights.is_empty else weights,
-        return_home=None if gradients.is_empty else gradients,
-        joins=joins_weights(system, model, cluster),
-        arriving=max(part.arriving for part in parts),
-        engine=system.replicate.uses_copy_engines and not cluster.communication.padded,
-        early=not needs_counts(system.balancer),
-        waves=tuple(waves),
-        passes_home=cost.passes_home,
-        load=loads,
+        hops = [_on_links(found, hop, widths.out, cluster) for hop in zip(*(part.hops for part in parts), strict=True)]
+        sizes = tuple(level.size for level in topology.levels)
+        exchanges = tuple(exchanged(hop, sizes, cluster, by_level=cost.by_level) for hop in hops)
+        waves.append(replace(wave, dispatch=exchanges))
+    return tuple(waves)
+
+
+def _replica_flows(
+    plans: list[Plan], found: list[Int[np.ndarray, "G"]], model: ModelShape, cluster: Cluster
+) -> tuple[Flow, Flow]:
+    """Return the exchange of replicas and the one of the gradients on the way home."""
+    expert_bytes = float(model.expert_bytes)
+    if not cluster.communication.padded:
+        weights = _on_links(found, list(map(replicas_between, plans)), expert_bytes, cluster)
+        return weights, _on_links(found, list(map(gradients_between, plans)), expert_bytes, cluster)
+    # A permute is one operation of all groups, as long as the largest pair of any group needs.
+    hop = padded_replicas(np.max(list(map(replicas_by_slot, plans)), 0), plans[0].num_home, plans[0].domain)
+    ways = ((hop.out, hop.permutes_out), (hop.back, hop.permutes_back))
+    weights, gradients = (
+        with_messages(
+            _on_links(found, [experts] * len(plans), expert_bytes, cluster),
+            exchange_hops(cluster.num_ranks, permutes, 1),
+        )
+        for experts, permutes in ways
     )
+    return weights, gradients
 
 
 def _arriving(gradients: np.ndarray, joined_slots: int, model: ModelShape) -> float:
@@ -406,28 +392,20 @@ def _arriving(gradients: np.ndarray, joined_slots: int, model: ModelShape) -> fl
     return max(arriving_bytes(int(sent), int(arriving), joined_slots, model) for sent, arriving in ranks)
 
 
-def _padded_replicas(parts: list[_Part], num_ranks: int, num_experts: int) -> tuple[list[_Part], float, float]:
-    """Return groups with padded transfers of replicas, and the latencies of the way out and of the way back."""
-    # A permute is one operation of all groups, as long as the largest pair of any group needs.
-    num_home, by_slot = num_experts // len(parts[0].ranks), np.max([part.by_slot for part in parts], 0)
-    hop = padded_replicas(by_slot, num_home, parts[0].domain)
-    out, back = (exchange_hops(num_ranks, permutes, 1) for permutes in (hop.permutes_out, hop.permutes_back))
-    return [replace(part, weights=hop.out, gradients=hop.back) for part in parts], out, back
-
-
-def _padded_wave(wave: Wave, parts: list[_Part], at: int, cluster: Cluster) -> Wave:
+def _padded_wave(
+    wave: Wave, found: list[Int[np.ndarray, "G"]], parts: tuple[_WaveOfGroup, ...], cluster: Cluster
+) -> Wave:
     """Return a wave with the exchanges and turns of all groups, whose permutes are operations of all ranks."""
-    rounds, hops = wave.rounds, list(zip(*(part.waves[at].padded for part in parts), strict=True))
-    found = [part.ranks for part in parts]
+    hops = list(zip(*(part.padded for part in parts), strict=True))
 
     def exchange(matrices: list[RowsBetween], permutes: int) -> Flow:
         # A permute is between the halves of a group, or inside both of them.
-        sent = replace(flow(between_all(found, matrices) * wave.widths.out, cluster), in_turn=True)
-        return with_messages(sent, exchange_hops(cluster.num_ranks, permutes, rounds))
+        sent = replace(_on_links(found, matrices, wave.widths.out, cluster), in_turn=True)
+        return with_messages(sent, exchange_hops(cluster.num_ranks, permutes, wave.rounds))
 
     out = [exchange([one.out for one in hop], max(one.permutes_out for one in hop)) for hop in hops]
     back = [exchange([one.back for one in hop], max(one.permutes_back for one in hop)) for hop in reversed(hops)]
-    of_ranks = [(part.ranks, turns) for part in parts if (turns := part.waves[at].turns) is not None]
+    of_ranks = [(ranks, part.turns) for ranks, part in zip(found, parts, strict=True) if part.turns is not None]
     turns = None
     if of_ranks:
         turns = np.zeros((max(len(one) for _, one in of_ranks), *wave.rows.shape), np.int64)
@@ -500,7 +478,7 @@ def uniform_work(
     rows = np.full((1, held), copies / held)
     wave = Wave(exchanges, rows, 1, widths, gathered, cost.early_hops, cost.chunks_of_hops())
     shared = shared_work(model, cluster, migration, model.experts, dispatch)
-    return replace(shared, waves=(wave,), load=np.array([copies]))
+    return replace(shared, waves=(wave,))
 
 
 def sample_of(cluster: Cluster, most_ranks: int = MOST_PLANNED_RANKS) -> Cluster | None:
