@@ -1,6 +1,6 @@
 """`Choice`, a system as a few values that a search changes one at a time.
 
-`build` makes the system, `system_code` formats it as Python, and `usage` as command-line flags.
+`build` makes the system, `system_code` formats it as Python, and `train_flags` and `simulate_flags` as options.
 """
 
 import math
@@ -138,23 +138,6 @@ RELOCATE_INTERVAL = 50
 """Steps between relocations in the flags, the training program's default for systems that relocate."""
 
 
-@dataclass(frozen=True)
-class Usage:
-    """Flags for a choice."""
-
-    train: str | None  # flags of `python -m models.train`; None if it has no flags for this choice
-    simulate: str | None  # flags of `jax-moe-lb simulate`; None if it has no flags for this choice
-
-
-def usage(choice: Choice, cluster: Cluster, gather_again: bool = False, dispatch: str = "Direct") -> Usage:
-    """Format the flags for a choice; `advise.program` formats the Python program."""
-    once = dispatch.lower() in ONCE
-    return Usage(
-        None if once else _train(choice, cluster),
-        None if gather_again else _simulate(choice, dispatch),
-    )
-
-
 def system_code(choice: Choice, dispatch: str = "Direct") -> str:
     """Format the system as Python."""
     base, changes = system_parts(choice, dispatch)
@@ -205,18 +188,21 @@ def system_text(choice: Choice) -> str | None:
     return f"{name}:{','.join(slots + room)}" if slots or room else name
 
 
-def _train(choice: Choice, cluster: Cluster) -> str | None:
+def train_flags(choice: Choice, cluster: Cluster, dispatch: str = "Direct") -> str | None:
+    """Format the flags of `python -m models.train`; None if it has no flags for a choice."""
     two_tier, system = _is_two_tier(choice), system_text(choice)
     # Meshes of the training program have one node, in which no row uses a rail.
-    if system is None or choice.sprayed:
+    if system is None or choice.sprayed or dispatch.lower() in ONCE:
         return None
     domain = [f"--mesh domain={cluster.ranks_per_domain}"] if choice.replica_slots or choice.relocated else []
     moves = [f"--set relocation.interval={RELOCATE_INTERVAL}"] if choice.relocated and not two_tier else []
     return " ".join([f"--system {system}", *domain, *moves])
 
 
-def _simulate(choice: Choice, dispatch: str) -> str | None:
-    if choice.relocated or choice.relayed or choice.eps is not None or choice.ratio != 1 or choice.headroom is not None:
+def simulate_flags(choice: Choice, gather_again: bool = False, dispatch: str = "Direct") -> str | None:
+    """Format the flags of `jax-moe-lb simulate`; None if it has no flags for a choice."""
+    changed = choice.eps is not None or choice.ratio != 1 or choice.headroom is not None
+    if gather_again or choice.relocated or choice.relayed or changed:
         return None
     last = ["rails"] * choice.sprayed + [name for name in ONCE if name == dispatch.lower()]
     # `rails` alone is the system of this name.

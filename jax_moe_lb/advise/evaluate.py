@@ -160,9 +160,17 @@ class Evaluator:
         key = choice, workload.name
         if key not in self._seen:
             # Other layers and microbatches take the same time under all choices.
-            model = replace(self.model, layers=1, other_s=0.0)
+            model, layer = replace(self.model, layers=1, other_s=0.0), workload.first_layer()
             step = replace(self.step, parallel=self.step.parallel.of_one_microbatch)
-            self._seen[key] = self._simulated_layer(choice, workload.first_layer(), model, step)
+            if layer.counts is None or self.sample is not None:
+                found = self._simulated(choice, layer, model, step)
+                self._seen[key] = found.step_s, found.rounds
+            else:
+                # Without the totals of a report.
+                one = self._begun(choice, layer)
+                counts, states = self._routed(one, layer, layer.counts)
+                system, migration = one.system, one.migration
+                self._seen[key] = simulate_microbatch(system, model, self.cluster, counts, migration, step, states)
         return self._seen[key]
 
     def report(self, choice: Choice, workload: Workload) -> Report:
@@ -207,15 +215,6 @@ class Evaluator:
             planner_s = planning_s(one.system.balancer, *sizes_of_plan, wait_s) if given_s is None else given_s
         # Experts wait for attention and planner, and for gathers beside both. Gradients go home after experts.
         return experts_s + max(before_s + planner_s, sum(seconds(flow, self.cluster) for flow in flows))
-
-    def _simulated_layer(self, choice: Choice, workload: Workload, model: ModelShape, step: Step) -> tuple[float, int]:
-        """Return the seconds and the rounds of one layer, if possible without the totals of a report."""
-        if workload.counts is None or self.sample is not None:
-            found = self._simulated(choice, workload, model, step)
-            return found.step_s, found.rounds
-        one = self._begun(choice, workload)
-        counts, states = self._routed(one, workload, workload.counts)
-        return simulate_microbatch(one.system, model, self.cluster, counts, one.migration, step, states)
 
     def _begun(self, choice: Choice, workload: Workload) -> Candidate:
         """Return the candidate of a choice whose simulation begins."""

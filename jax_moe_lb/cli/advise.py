@@ -15,7 +15,7 @@ from rich.table import Table
 
 from jax_moe_lb.advise.advise import SWEPT_TOKENS, UNIFORM, WORTH_IT, Advice
 from jax_moe_lb.advise.advise import advise as find
-from jax_moe_lb.advise.choice import Choice, system_code, system_text, usage
+from jax_moe_lb.advise.choice import Choice, simulate_flags, system_code, system_text, train_flags
 from jax_moe_lb.advise.evaluate import Evaluator, Workload, drawn_workloads, recorded_workloads
 from jax_moe_lb.advise.fit import expert_group, fits_in_memory, needs, remedies
 from jax_moe_lb.advise.program import program
@@ -26,6 +26,7 @@ from jax_moe_lb.cli.output import (
     OutputPath,
     note,
     one_line_errors,
+    option,
     parse_limits,
     parse_number,
     print_json,
@@ -104,8 +105,7 @@ def _row(one: SearchResult, answer: Advice, judge: Evaluator) -> dict[str, Any]:
     head = {"system": one.choice.name, "choice": asdict(one.choice), "domain_sizes": list(sizes)}
     # The report has means over workloads; the step time is their median.
     times = {"step_s": one.median_s, "times_s": list(one.times_s), "of_plain": list(one.ratios(answer.plain))}
-    how = {"code": code_of(one, judge), **asdict(_usage(one, judge))}
-    return head | report_json(one.report) | times | {"usage": how}
+    return head | report_json(one.report) | times | {"usage": {"code": code_of(one, judge), **_flags(one, judge)}}
 
 
 def _built(one: SearchResult, judge: Evaluator) -> tuple[bool, str]:
@@ -114,8 +114,10 @@ def _built(one: SearchResult, judge: Evaluator) -> tuple[bool, str]:
     return candidate.migration.gather_again, type(candidate.system.dispatch).__name__
 
 
-def _usage(one: SearchResult, judge: Evaluator) -> Any:
-    return usage(one.choice, judge.cluster, *_built(one, judge))
+def _flags(one: SearchResult, judge: Evaluator) -> dict[str, str | None]:
+    gather_again, dispatch = _built(one, judge)
+    train = train_flags(one.choice, judge.cluster, dispatch)
+    return {"train": train, "simulate": simulate_flags(one.choice, gather_again, dispatch)}
 
 
 def code_of(one: SearchResult, judge: Evaluator) -> str:
@@ -164,7 +166,7 @@ def advice_lines(answer: Advice, judge: Evaluator, workloads: Sequence[Workload]
         *_verdict(answer, judge),
         *_not_exact(answer, judge, workloads),
         f"Dispatch by rule, {_rule(judge)}.",
-        *_fit(answer, judge),
+        *([] if answer.found.fits else [f"Plain is the baseline only: it {needs(judge, Choice())}."]),
         *_assumed(answer, judge, workloads),
         *_first_look(answer),
         *_sizes(answer, judge),
@@ -249,12 +251,6 @@ def _rule(judge: Evaluator) -> str:
     return dispatch_by_rule(judge.cluster.topology(), judge.model.experts, judge.model.per_token).reason
 
 
-def _fit(answer: Advice, judge: Evaluator) -> list[str]:
-    if answer.found.fits:
-        return []
-    return [f"Plain is the baseline only: it {needs(judge, Choice())}."]
-
-
 def misfit_lines(judge: Evaluator) -> list[str]:
     """Return the reason why nothing fits into memory, and the smallest changes with which plain does."""
     lines = [f"Nothing fits: plain, the smallest choice, {needs(judge, Choice())}."]
@@ -322,10 +318,10 @@ def _sizes(answer: Advice, judge: Evaluator) -> list[str]:
 def _how(answer: Advice, judge: Evaluator) -> list[str]:
     lines = []
     for one in [one for one in answer.found.outcomes if one is not answer.plain][:SHOWN]:
-        how = _usage(one, judge)
-        lines += [f"{one.choice.name}:"] if how.train or how.simulate else []
-        lines += [f"    python -m models.train {how.train}"] if how.train else []
-        lines += [f"    jax-moe-lb simulate ... {how.simulate}"] if how.simulate else []
+        train, simulate = _flags(one, judge).values()
+        lines += [f"{one.choice.name}:"] if train or simulate else []
+        lines += [f"    python -m models.train {train}"] if train else []
+        lines += [f"    jax-moe-lb simulate ... {simulate}"] if simulate else []
     return lines if not answer.leave_off else []
 
 
@@ -373,19 +369,13 @@ def advise(
     imbalance: Imbalance = None,
     tokens: TokensOption = None,
     replica_slots: Annotated[
-        str | None,
-        typer.Option("--replica-slots", metavar="N", help="Most replica slots per rank.", show_default=str(max(SLOTS))),
+        str | None, option("--replica-slots", "N", "Most replica slots per rank.", str(max(SLOTS)))
     ] = None,
     ratio: Annotated[
-        str,
-        typer.Option(
-            "--ratio", metavar="X", help="Compression ratio of gathered experts, tried beside no compression."
-        ),
+        str, option("--ratio", "X", "Compression ratio of gathered experts, tried beside no compression.")
     ] = "1.0",
     out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="LAYER.py", help="Output file of the recommended program."),
-        OutputPath(".py"),
+        Path | None, option("--out", "LAYER.py", "Output file of the recommended program."), OutputPath(".py")
     ] = None,
     file_limits: FileLimitsOption = None,
     as_json: Json = False,

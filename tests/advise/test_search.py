@@ -9,7 +9,7 @@ import pytest
 import jax_moe_lb
 from jax_moe_lb.advise import choice as choice_module
 from jax_moe_lb.advise import search as space_module
-from jax_moe_lb.advise.choice import Choice, system_code, usage
+from jax_moe_lb.advise.choice import Choice, simulate_flags, system_code, train_flags
 from jax_moe_lb.advise.evaluate import ALIKE, Evaluator, drawn_workloads
 from jax_moe_lb.advise.search import Space, search
 from jax_moe_lb.cli.compile import compose
@@ -138,10 +138,10 @@ def test_code_makes_the_system_that_was_simulated():
 
 @pytest.mark.slow
 def test_flags_of_simulate_make_the_same_candidate():
-    named = [choice for choice in everything(2)[1] if usage(choice, CLUSTER).simulate]
+    named = [choice for choice in everything(2)[1] if simulate_flags(choice)]
     assert {choice.system for choice in named} >= {"plain", "exact", "feplb"}
     for choice in named:
-        flags = dict(zip(*[iter(usage(choice, CLUSTER).simulate.split())] * 2, strict=True))
+        flags = dict(zip(*[iter(simulate_flags(choice).split())] * 2, strict=True))
         slots = flags.get("--replica-slots")
         built = choice.build(MODEL, CLUSTER, Step())
         made = compose(flags["--system"], MODEL, CLUSTER, Step(), int(slots) if slots else None, built.migration)
@@ -164,7 +164,7 @@ ONE_SLOT = "--system greedy:replica_slots=1"
     ],
 )
 def test_flags_of_training(choice, train):
-    assert usage(choice, CLUSTER).train == train
+    assert train_flags(choice, CLUSTER) == train
     if train is None:
         return
     flags = dict(zip(*[iter(train.split())] * 2, strict=True))
