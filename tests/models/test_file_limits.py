@@ -43,11 +43,7 @@ def test_headers_and_the_index_of_tensors(tmp_path):
         TensorFolder(tmp_path, FileLimits(text_bytes=40))
 
 
-def test_long_names_are_shortened(tmp_path):
-    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
-    with pytest.raises(ValueError, match="file not fully covered") as refused:
-        read_header(tensors_file(tmp_path / "x.safetensors", **{"n" * 10**6: entry}))
-    assert len(str(refused.value)) < 300
+def test_long_names_of_files_are_shortened(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "n" * 10**6}}))
     with pytest.raises(ValueError, match="is missing; expected all files of the index") as refused:
         TensorFolder(tmp_path)
@@ -72,9 +68,8 @@ def test_a_block_has_at_most_the_columns_of_its_matrix(tmp_path):
 def test_experts_of_a_config_are_limited_before_their_tensors_are_listed():
     sizes = {"num_hidden_layers": 1024, "num_local_experts": 4096}
     fields = Fields(json.dumps(json.loads(tiny_config("mixtral")) | sizes))
-    with pytest.raises(
-        LimitError, match=r"config.json: expert tensors with 100663296 values; expected at most 2097152"
-    ):
+    message = r"config.json: expert tensors with 100663296 values; expected at most 2097152"
+    with pytest.raises(LimitError, match=message):
         configured(fields)
 
 
@@ -142,12 +137,6 @@ def test_a_panic_of_the_tokenizer_is_refused_in_one_line():
         encoded(Panics(), "xyz")
 
 
-def test_sizes_of_many_digits_are_shortened(tmp_path):
-    entry = {"dtype": "F32", "shape": [2**62] * 99, "data_offsets": [0, 0]}
-    with pytest.raises(ValueError, match="overflow computing buffer size"):
-        read_header(tensors_file(tmp_path / "x.safetensors", a=entry))
-
-
 def test_documents_of_a_corpus(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "some words", "other": [0] * 100}))
     with pytest.raises(LimitError, match=r"a.jsonl', whose line 1 is a JSON text of 105 values; expected at most 100"):
@@ -179,9 +168,8 @@ def test_files_of_a_run(run_dir):
     assert len(whole.rows("step")) == len(whole.read_counts()["steps"]) == 10
     whole.check_limits()
     values, arrays = RunFolder(run_dir, FileLimits(values=10)), RunFolder(run_dir, FileLimits(array_bytes=2**14))
-    with pytest.raises(
-        LimitError, match=r"metrics.jsonl': rows of 40 values; expected at most 10\. Pass --file-limits 1 "
-    ):
+    message = r"metrics.jsonl': rows of 40 values; expected at most 10\. Pass --file-limits 1 "
+    with pytest.raises(LimitError, match=message):
         values.rows("step")
     with pytest.raises(LimitError, match=r"config.json: a JSON text of \d+ values; expected at most 10"):
         values.described()
@@ -196,11 +184,12 @@ def test_counts_beyond_the_limits_are_not_lost(run_dir):
     assert len(RunFolder(run_dir).read_counts()["steps"]) == 10
 
 
-@pytest.mark.parametrize("line", ["3", "[]", '{"step": 1}', '{"kind": "step", "step": "1"}', "[" * 10**5])
+@pytest.mark.parametrize("line", ['{"ki', "3", "[]", '{"step": 1}', '{"kind": "step", "step": "1"}', "[" * 10**5])
 def test_rows_have_a_kind_and_a_step(run_dir, line):
     path = RunFolder(run_dir).metrics
-    path.write_text(f"{line}\n{path.read_text()}")
-    with pytest.raises(ValueError, match=r"line 1 of '.*metrics.jsonl' is .*; expected a JSON object"):
+    first, *others = path.read_text().splitlines()
+    path.write_text("\n".join([first, line, *others]))
+    with pytest.raises(ValueError, match=rf"line 2 of '.*metrics.jsonl' is b'{re.escape(line[:40])}'; expected a JSON"):
         RunFolder(run_dir).rows("step")
 
 

@@ -1,6 +1,5 @@
 """Multi-token prediction: compared with plain NumPy, saved exactly, and fine-tuned."""
 
-import json
 import re
 
 import jax
@@ -8,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 from scipy.special import log_softmax
 from typer.testing import CliRunner
 
 from jax_moe_lb import System
 from models import train
-from models.architectures.config_json import Fields, read_fields
+from models.architectures.config_json import read_fields
 from models.architectures.registry import configured
 from models.config import ParallelConfig, TrainConfig
 from models.data.marks import num_predicted
@@ -22,10 +21,9 @@ from models.decoder.model import Decoder
 from models.mesh import make_mesh
 from models.pretrained.loading import by_path, from_pretrained, load_state
 from models.pretrained.saving import save_pretrained
-from models.tiny_checkpoint import byte_tokenizer, tiny_config, write_tiny
-from models.training.step import make_programs
+from models.tiny_checkpoint import byte_tokenizer, write_tiny
 from tests.models.further_reference import ahead
-from tests.models.small import sets
+from tests.models.small import are_equal, programs_of, sets, tensors_in, tiny_decoder
 
 LAYER = "model.layers.2"
 COPIES = {f"{LAYER}.embed_tokens.weight", f"{LAYER}.shared_head.head.weight"}
@@ -36,14 +34,13 @@ def mesh():
 
 
 @pytest.fixture(scope="module", params=["glm4_moe", pytest.param("deepseek_v3", marks=pytest.mark.thorough)])
-def checkpoint(request, tmp_path_factory, all_devices):
+def checkpoint(request, tmp_path_factory):
     """Return a checkpoint with random norms and biases."""
     folder = tmp_path_factory.mktemp(request.param) / "tiny"
-    text = json.dumps(json.loads(tiny_config(request.param)) | {"num_nextn_predict_layers": 1})
-    config = configured(Fields(text), predict_further=True)
+    config = tiny_decoder(request.param, predict_further=True, num_nextn_predict_layers=1)
     model = Decoder(config, mesh=make_mesh(ParallelConfig(1, 1)), system=System(), rngs=nnx.Rngs(0))
     save_pretrained(model, folder)
-    tensors, rng = load_file(folder / "model.safetensors"), np.random.default_rng(0)
+    tensors, rng = tensors_in(folder), np.random.default_rng(0)
     for name, value in tensors.items():
         if "norm" in name or "bias" in name:
             value[...] = rng.uniform(0.5, 1.5, value.shape) if "norm" in name else rng.uniform(-0.2, 0.2, value.shape)
@@ -59,10 +56,9 @@ def checkpoint(request, tmp_path_factory, all_devices):
 @pytest.mark.slow
 def test_a_round_trip_keeps_every_bit(checkpoint, tmp_path):
     save_pretrained(from_pretrained(checkpoint, mesh(), predict_further=True), tmp_path / "out")
-    before, after = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "out"))
-    assert before.keys() == after.keys()
+    before = tensors_in(checkpoint)
+    assert are_equal(before, tensors_in(tmp_path / "out"))
     assert before.keys() >= COPIES | {f"{LAYER}.eh_proj.weight", f"{LAYER}.mlp.experts.15.down_proj.weight"}
-    assert all(np.array_equal(value, after[name]) for name, value in before.items())
     without = from_pretrained(checkpoint, mesh())
     assert not any("further" in path for path in by_path(nnx.state(without)))
 
@@ -70,10 +66,10 @@ def test_a_round_trip_keeps_every_bit(checkpoint, tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize("checkpoint", ["glm4_moe"], indirect=True)
 def test_logits_and_loss_are_those_of_plain_numpy(checkpoint):
-    tensors = {name: value.astype(np.float64) for name, value in load_file(checkpoint / "model.safetensors").items()}
+    tensors = {name: value.astype(np.float64) for name, value in tensors_in(checkpoint).items()}
     tokens = np.random.default_rng(1).integers(0, 256, (8, 13)).astype(np.int32)
     config = configured(read_fields(checkpoint), predict_further=True)
-    programs = make_programs(TrainConfig(parallel=ParallelConfig(2, 4)), mesh(), System(), config)
+    programs = programs_of(TrainConfig(parallel=ParallelConfig(2, 4)), config)
     places = programs.model(programs.state_shapes).places
     state = load_state(checkpoint, config, programs.init, programs.state_shapes, mesh(), stacks=places)
 
@@ -103,7 +99,7 @@ def test_tuning_moves_what_predicts_further(checkpoint, tmp_path):
     options += sets("model.further_weight=0.3", "model.bias_rate=0.01")
     result = CliRunner().invoke(train.app, [str(option) for option in options])
     assert result.exit_code == 0, result.output
-    before, after = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "run" / "model"))
+    before, after = tensors_in(checkpoint), tensors_in(tmp_path / "run" / "model")
     assert not {name for name, value in before.items() if np.array_equal(value, after[name])}
     assert np.array_equal(after[f"{LAYER}.embed_tokens.weight"], after["model.embed_tokens.weight"])
 
@@ -126,7 +122,7 @@ def differing(tensors):
 )
 @pytest.mark.parametrize("checkpoint", ["glm4_moe"], indirect=True)
 def test_tensors_that_do_not_fit_are_named(checkpoint, tmp_path, change, expected):
-    tensors = load_file(checkpoint / "model.safetensors")
+    tensors = tensors_in(checkpoint)
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())

@@ -22,12 +22,13 @@ from models.pretrained.loading import by_path, from_pretrained
 from models.pretrained.safetensors import read_header
 from models.pretrained.saving import SUMMED_WORDS, save_pretrained, write_tensors
 from models.tiny_checkpoint import tiny_config, write_tiny
+from tests.models.small import are_equal, refusal, tensors_in
 
 NAME = "model.layers.1.block_sparse_moe.experts.3.w1.weight"
 
 
 @pytest.fixture(scope="module")
-def mixtral(tmp_path_factory, all_devices):
+def mixtral(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mixtral") / "tiny"
     write_tiny("mixtral", folder)
     return folder
@@ -40,7 +41,7 @@ def mesh(data_parallel=2, expert_parallel=4):
 def copied(folder, to, change=lambda tensors: None, config=lambda raw: None):
     """Copy a checkpoint with changes."""
     to.mkdir()
-    tensors, raw = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    tensors, raw = tensors_in(folder), json.loads((folder / "config.json").read_text())
     change(tensors), config(raw)
     save_file(tensors, to / "model.safetensors")
     (to / "config.json").write_text(json.dumps(raw))
@@ -49,13 +50,10 @@ def copied(folder, to, change=lambda tensors: None, config=lambda raw: None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
-def test_a_round_trip_keeps_every_bit(name, tmp_path, all_devices):
+def test_a_round_trip_keeps_every_bit(name, tmp_path):
     write_tiny(name, tmp_path / "tiny")
     save_pretrained(from_pretrained(tmp_path / "tiny", mesh()), tmp_path / "out")
-    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("tiny", "out"))
-    assert before.keys() == after.keys()
-    for tensor, value in before.items():
-        assert np.array_equal(value, after[tensor]), tensor
+    assert are_equal(tensors_in(tmp_path / "tiny"), tensors_in(tmp_path / "out"))
     architecture = json.loads((tmp_path / "out" / "config.json").read_text())["architectures"][0]
     assert (tmp_path / "out" / "README.md").read_text().startswith(f"# {architecture}\n")
 
@@ -71,12 +69,9 @@ def test_bfloat16_in_several_files(mixtral, tmp_path):
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 5
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-    written = {name: value for file in files for name, value in load_file(file).items()}
-    for name, value in load_file(source / "model.safetensors").items():
-        assert np.array_equal(value.view(np.int16), written[name].view(np.int16)), name
+    assert are_equal(tensors_in(source), {name: value for file in files for name, value in load_file(file).items()})
     again = from_pretrained(tmp_path / "out", mesh(), param_dtype="bfloat16")
-    ours, theirs = (by_path(nnx.state(loaded, nnx.Param)) for loaded in (again, model))
-    assert all(np.array_equal(value, ours[path]) for path, value in theirs.items())
+    assert are_equal(*(by_path(nnx.state(loaded, nnx.Param)) for loaded in (again, model)))
 
 
 def test_tensors_of_several_dtypes_are_aligned_in_a_file(tmp_path):
@@ -85,11 +80,7 @@ def test_tensors_of_several_dtypes_are_aligned_in_a_file(tmp_path):
     tensors["e"] = np.array(1.5, np.float32)
     shapes = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in tensors.items()}
     write_tensors(tmp_path, shapes, tensors.values())
-    found = load_file(tmp_path / "model.safetensors")
-    assert found.keys() == tensors.keys()
-    for name, value in tensors.items():
-        assert found[name].dtype == value.dtype
-        assert np.array_equal(found[name], value)
+    assert are_equal(tensors_in(tmp_path), tensors)
     header = read_header(tmp_path / "model.safetensors")
     assert all(start % tensors[name].itemsize == 0 for name, start in header.starts.items())
 
@@ -117,9 +108,7 @@ def test_loading_and_saving_hold_at_most_two_tensors_besides_the_parameters(tmp_
         assert one["load_bytes"] <= one["parameters"] + two + 2**22
         # Both devices hold one block to exchange, before and after.
         assert one["save_bytes"] <= two + 4 * 4 * SUMMED_WORDS + 2**22
-    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path, tmp_path / "saved"))
-    assert before.keys() == after.keys()
-    assert all(np.array_equal(value, after[name]) for name, value in before.items())
+    assert are_equal(tensors_in(tmp_path), tensors_in(tmp_path / "saved"))
 
 
 @pytest.mark.slow
@@ -130,8 +119,7 @@ def test_experts_that_have_moved_are_saved_under_their_names(mixtral, tmp_path):
     nnx.update(model, params)
     assert model.blocks[0].moe.homes[0] == 3
     save_pretrained(model, tmp_path / "out")
-    before, after = (load_file(folder / "model.safetensors") for folder in (mixtral, tmp_path / "out"))
-    assert all(np.array_equal(value, after[name]) for name, value in before.items())
+    assert are_equal(tensors_in(mixtral), tensors_in(tmp_path / "out"))
 
 
 def header_of(**entries):
@@ -151,6 +139,8 @@ HOSTILE = {
     "truncated": (header_of(a=ONE) + bytes(4), "incomplete metadata, file not fully covered"),
     "more than tensors": (header_of(a=ONE) + bytes(9), "incomplete metadata, file not fully covered"),
     "absurd shape": (header_of(a=ONE | {"shape": [2**40, 2**40]}) + bytes(8), "overflow computing buffer size"),
+    "sizes of many digits": (header_of(a=ONE | {"shape": [2**62] * 99}) + bytes(8), "overflow computing buffer size"),
+    "long name": (header_of(**{"n" * 10**6: ONE}), "incomplete metadata, file not fully covered"),
     "unknown dtype": (header_of(a=ONE | {"dtype": "F8_E5M2", "shape": [8]}) + bytes(8), "a has dtype 'F8_E5M2'"),
     "long dtype": (header_of(a=ONE | {"dtype": "F" * 10**6}) + bytes(8), "invalid JSON in header: unknown variant"),
 }
@@ -181,9 +171,8 @@ EXTRA = "model.layers.9.mlp.weight"
 )
 def test_tensors_that_do_not_fit_are_named(mixtral, tmp_path, change, expected):
     folder = copied(mixtral, tmp_path / "bad", change)
-    with pytest.raises(ValueError, match="bad") as caught:
+    with pytest.raises(ValueError, match=f"bad.*{re.escape(expected)}"):
         from_pretrained(folder, mesh())
-    assert expected in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -201,9 +190,8 @@ def test_tensors_that_do_not_fit_are_named(mixtral, tmp_path, change, expected):
 def test_an_index_that_lies(mixtral, tmp_path, places, expected):
     folder = copied(mixtral, tmp_path / "bad")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    with pytest.raises(ValueError, match=r"index\.json") as caught:
+    with pytest.raises(ValueError, match=rf"index\.json.*{re.escape(expected)}"):
         from_pretrained(folder, mesh())
-    assert expected in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +260,7 @@ def test_generating_from_the_command_line(mixtral, tmp_path):
         (["--dtype", "int8"], "compute_dtype is 'int8'"),
         (["--system", "best"], "system is 'best'"),
         (["--prompt", ""], "prompt has no tokens"),
-        (["--top-p", "0"], "error: top_p is 0.0"),
+        (["--top-p", "0"], "top_p is 0.0"),
         (["--repetition-penalty", "0"], "repetition_penalty is 0.0"),
         (["--stream", "--prompt", "b"], "stream is set with 2 prompts; expected one"),
         (["--max-new-tokens", "0"], "max_new_tokens is 0"),
@@ -281,10 +269,7 @@ def test_generating_from_the_command_line(mixtral, tmp_path):
     ],
 )
 def test_what_generate_refuses_is_one_line(mixtral, options, expected):
-    result = CliRunner().invoke(generate.app, ["--checkpoint", str(mixtral), "--prompt", "a", *options])
-    assert result.exit_code == 2
-    assert expected in result.output
-    assert result.output.count("\n") == 1
+    assert expected in refusal(generate.app, "--checkpoint", mixtral, "--prompt", "a", *options)
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ import types
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from models.config import RelocationConfig, TrainConfig
 from models.pretrained.saving import is_exported, vacant
@@ -24,6 +23,7 @@ from models.train import TrainArgs, _default_run_dir, app
 from models.training.faults import StopRequest
 from models.training.loop import _check_empty, _claim, _export
 from models.training.resume import as_before
+from tests.models.small import refusal
 
 
 def test_a_killed_write_leaves_the_file_as_it_was(tmp_path, monkeypatch):
@@ -147,13 +147,6 @@ def test_a_broken_last_line_is_dropped(tmp_path):
     assert folder.rows("step") == rows
     folder.keep_until(2)
     assert [json.loads(line) for line in folder.metrics.read_text().splitlines()] == rows[:2]
-
-
-def test_a_broken_line_between_others_is_refused(tmp_path):
-    folder = RunFolder(tmp_path)
-    folder.metrics.write_text('{"kind": "step", "step": 1}\n{"ki\n{"kind": "step", "step": 3}\n')
-    with pytest.raises(ValueError, match=r"line 2 of '.*metrics.jsonl' is b'\{\"ki'; expected a JSON object"):
-        folder.rows("step")
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 cut short", "wrong arrays", "lengths"])
@@ -292,10 +285,8 @@ def test_a_failed_read_ends_resume_in_one_line(tmp_path, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO), "run/checkpoint/2")
 
     monkeypatch.setattr(TrainArgs, "prepare", failing)
-    result = CliRunner().invoke(app, ["tiny", "--run-dir", str(tmp_path), "--resume"])
-    line = "error: 'run/checkpoint/2' cannot be read or written: Input/output error; after a fix, --resume continues"
-    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
-    assert result.stderr.startswith(line)
+    line = "'run/checkpoint/2' cannot be read or written: Input/output error; after a fix, --resume continues"
+    assert refusal(app, "tiny", "--run-dir", tmp_path, "--resume").startswith(line)
 
 
 def test_an_error_of_a_library_contains_the_error_of_the_system():
