@@ -1,15 +1,11 @@
 """Published models with one expert per token keep the weights of `transformers`."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.architectures.config_json import Fields
-from models.architectures.registry import configured
-from models.tiny_checkpoint import tiny_config
+from tests.models.small import tiny_decoder
 
 RENORMALISED = ("mixtral", "granitemoe", "gpt_oss", "ernie4_5_moe", "minimax_m2")
 BY_FIELD = ("qwen3_moe", "glm4_moe", "deepseek_v3")
@@ -17,9 +13,8 @@ LOGITS = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16)), jnp.float32)
 
 
 def weights(architecture, **changed):
-    fields = json.loads(tiny_config(architecture)) | {"num_experts_per_tok": 1, "moe_k": 1}
-    used = {name: value for name, value in fields.items() if name != "moe_k" or architecture == "ernie4_5_moe"}
-    router = configured(Fields(json.dumps(used | changed))).router
+    changed |= {"moe_k": 1} if architecture == "ernie4_5_moe" else {}
+    router = tiny_decoder(architecture, num_experts_per_tok=1, **changed).router
     return np.asarray(router(LOGITS).weights / router.scale)
 
 

@@ -257,10 +257,8 @@ def test_bad_data_is_refused_in_one_line(tmp_path, name):
         (tmp_path / name).write_bytes(content)
     else:
         np.save(tmp_path / name, content, allow_pickle=True)
-    with pytest.raises(ValueError, match=message) as refused:
+    with pytest.raises(ValueError, match=rf"\Adata is '{tmp_path / name}.*{message}.*\Z"):
         corpus_from([f"{tmp_path / name}{''.join(weight)}"])
-    assert str(refused.value).startswith(f"data is '{tmp_path / name}")
-    assert "\n" not in str(refused.value)
 
 
 def test_a_bad_tokenizer_is_refused_in_one_line(tmp_path):

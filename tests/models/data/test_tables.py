@@ -77,11 +77,8 @@ def test_damaged_and_large_files_are_refused_in_one_line(tmp_path, monkeypatch):
     whole = path.read_bytes()
     for damaged in (b"", whole[:-4], whole[: len(whole) // 2], b"PAR1" + bytes(99) + b"PAR1", bytes(4) + whole[4:-99]):
         path.write_bytes(damaged)
-        with pytest.raises(
-            ValueError, match=r"data is '.*rows\.parquet', which is damaged; expected rows: .+"
-        ) as caught:
+        with pytest.raises(ValueError, match=r"\Adata is '.*rows\.parquet', which is damaged; expected rows: .+\Z"):
             list(table_rows(path, FileLimits()))
-        assert "\n" not in str(caught.value)
     (tmp_path / "x.arrow").write_bytes(b"not arrow, but text")
     with pytest.raises(ValueError, match="which is damaged"):
         list(table_rows(tmp_path / "x.arrow", FileLimits()))

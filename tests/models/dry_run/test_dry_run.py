@@ -16,10 +16,9 @@ from models.architectures.published import published_config
 from models.config import PRESETS, BatchConfig, ModelConfig, ParallelConfig, TrainConfig
 from models.dry_run import step as module
 from models.dry_run.step import decoder_flops_per_token, published_run
-from models.mesh import make_mesh, make_system
 from models.train import app
 from models.training.source import preset_config
-from models.training.step import make_programs
+from tests.models.small import programs_of, refusal
 
 
 @pytest.mark.parametrize(
@@ -44,10 +43,7 @@ from models.training.step import make_programs
 )
 def test_what_cannot_be_compiled_is_refused_in_one_line(arguments, message, monkeypatch):
     monkeypatch.setattr(targets, "has_compiler", lambda platform: False)
-    result = CliRunner().invoke(app, arguments.split())
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"error: {message}")
-    assert result.stderr.count("\n") == 1
+    assert refusal(app, *arguments.split()).startswith(message)
 
 
 def test_the_data_of_the_run_decide_its_steps_and_padding(monkeypatch):
@@ -76,9 +72,8 @@ def test_devices_of_a_group_lie_side_by_side_and_stages_on_different_nodes(monke
         mesh = module.mesh_of(parallel, Target.parse("h100:2x4"))
         assert mesh.axis_names == tuple(axes)
         assert np.array_equal(mesh.devices, np.array(devices).reshape(*axes.values()))
-    with pytest.raises(
-        ValueError, match="data_parallel x expert_parallel x stages is 2 x 4 x 2; expected a product of 8"
-    ):
+    message = "data_parallel x expert_parallel x stages is 2 x 4 x 2; expected a product of 8"
+    with pytest.raises(ValueError, match=message):
         module.mesh_of(ParallelConfig(2, 4, stages=2), Target.parse("h100:2x4"))
 
 
@@ -119,8 +114,7 @@ def test_the_ideal_is_what_a_model_without_waste_computes():
     model = ModelConfig(num_layers=1, embed_dim=64, num_heads=2, mlp_dim=256, num_experts=1, experts_per_token=1)
     parallel = ParallelConfig(expert_parallel=1, system="plain", headroom=1.0)
     config = TrainConfig(model=model, parallel=parallel, batch=BatchConfig(2, 64))
-    mesh = make_mesh(parallel)
-    programs = make_programs(config, mesh, make_system(parallel))
+    programs = programs_of(config)
     tokens = jax.ShapeDtypeStruct((2, 65), jnp.int32)
     step = programs.step.lower(programs.state_shapes, tokens).compile()
     flops = total(products(parse_module(step.as_text())))

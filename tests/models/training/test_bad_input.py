@@ -9,12 +9,12 @@ from typer.testing import CliRunner
 from jax_moe_lb.layer.systems import COMPARED, system_names
 from models import generate
 from models.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from models.mesh import make_mesh, make_system, memory_bytes
+from models.mesh import make_mesh, memory_bytes
 from models.train import app
-from models.training.step import make_programs
-from tests.models.small import CORPUS
+from tests.models.small import CORPUS, programs_of, refusal
 
 STAGES = ["--mesh", "expert=4,stage=2", "--set"]
+SHARDS = "batch.size is 32; expected a multiple of the 4 shards,"
 CASES = [
     (["huge"], "config is 'huge'; expected one of "),
     (["huge.yaml"], "config is 'huge.yaml'; expected a readable file"),
@@ -54,10 +54,7 @@ CASES = [
     (["--set", "parallel.layers_before=2"], "layers_before is 2; expected 0 without a pipeline"),
     ([*STAGES, "parallel.microbatches=1"], "microbatches is 1; expected a multiple of stages 2"),
     ([*STAGES, "parallel.microbatches=0"], "microbatches is 0; expected a multiple of stages 2"),
-    (
-        [*STAGES, "parallel.microbatches=6"],
-        "batch.size is 32; expected a multiple of the 4 shards, data_parallel 1 x expert_parallel 4 x microbatches 6",
-    ),
+    ([*STAGES, "parallel.microbatches=6"], f"{SHARDS} data_parallel 1 x expert_parallel 4 x microbatches 6"),
     (["--set", "parallel.dispatch=twice"], "parallel.dispatch is 'twice'; expected one of direct, once"),
     (["--system", "feplb+once"], "dispatch is 'once'; expected none for a system with TwoPhase"),
     (["--set", "lora.rank=4"], "lora.rank is 4; expected 0 without model.checkpoint"),
@@ -81,7 +78,7 @@ CASES = [
     (["--set", "data.within_documents=1"], "data.within_documents is '1'; expected true or false"),
     (["--set", "relocation.interval=x"], "relocation.interval is 'x'; expected an integer or none"),
     (["--system", "exact:slots=2"], "system is 'exact:slots=2' with option 'slots'; expected"),
-    (["--system", "exact:headroom=x"], "error: headroom is 'x'; expected a number or none"),
+    (["--system", "exact:headroom=x"], "headroom is 'x'; expected a number or none"),
     (
         ["--mesh", "tensor=2"],
         "--mesh tensor=2: key is 'tensor'; expected KEY=VALUE, a key of data, expert, domain, stage",
@@ -125,12 +122,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("arguments", "message"), CASES, ids=[message for _, message in CASES])
 def test_one_line_and_exit_code(folder, arguments, message):
-    result = CliRunner().invoke(app, ["--run-dir", "run", *arguments])
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: ")
-    assert result.stderr.count("\n") == 1
-    assert message in result.stderr
+    assert message in refusal(app, "--run-dir", "run", *arguments)
     assert not (folder / "run").exists()
 
 
@@ -148,19 +140,15 @@ def test_a_file_says_what_options_say(folder, monkeypatch):
     keys = ["model.remat=full", "optimizer.learning_rate=1e-3", "optimizer.weight_decay=0", "model.num_layers=3"]
     options += [word for key in keys for word in ("--set", key)]
     CliRunner().invoke(app, ["tiny", "--steps", "7", *options, "--seed", "5"])
-    in_file, in_options = configs
-    assert (
-        in_file
-        == in_options
-        == TrainConfig(
-            model=ModelConfig(num_layers=3, remat="full"),
-            parallel=ParallelConfig(2, 4, "greedy", replica_slots=3),
-            batch=BatchConfig(16),
-            optimizer=OptimizerConfig(1e-3, weight_decay=0.0),
-            steps=7,
-            seed=5,
-        )
+    wanted = TrainConfig(
+        model=ModelConfig(num_layers=3, remat="full"),
+        parallel=ParallelConfig(2, 4, "greedy", replica_slots=3),
+        batch=BatchConfig(16),
+        optimizer=OptimizerConfig(1e-3, weight_decay=0.0),
+        steps=7,
+        seed=5,
     )
+    assert configs == [wanted] * 2
 
 
 @pytest.mark.parametrize(
@@ -174,9 +162,7 @@ def test_a_file_says_what_options_say(folder, monkeypatch):
 def test_what_exceeds_the_memory_is_refused_before_it_is_built(folder, key, message, monkeypatch):
     monkeypatch.setattr("models.training.step.memory_bytes", lambda mesh: 2**30)
     monkeypatch.setattr("models.train.default_corpus", lambda max_bytes: CORPUS)
-    result = CliRunner().invoke(app, ["tiny", "--run-dir", "run", "--set", key])
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"error: {message}")
+    assert refusal(app, "tiny", "--run-dir", "run", "--set", key).startswith(message)
     assert not (folder / "run").exists()
 
 
@@ -215,8 +201,7 @@ def test_from_a_shell():
 def test_one_rank_takes_the_default_slots_and_no_others():
     """As `MoE` does: all experts are at home there."""
     config = TrainConfig(parallel=ParallelConfig(expert_parallel=1))
-    mesh = make_mesh(config.parallel)
-    make_programs(config, mesh, make_system(config.parallel))
+    programs_of(config)
     given = dataclasses.replace(config.parallel, replica_slots=2)
     with pytest.raises(ValueError, match=r"^parallel\.replica_slots is 2; expected at most 0, the experts"):
-        make_programs(dataclasses.replace(config, parallel=given), mesh, make_system(given))
+        programs_of(dataclasses.replace(config, parallel=given))
