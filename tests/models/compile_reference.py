@@ -37,25 +37,16 @@ LORA: Given = {"model": {"param_dtype": "bfloat16"}, "lora": {"rank": 16}}
 
 @dataclass(frozen=True)
 class PublishedLimits:
-    """A training step of a published model, which has to fit, and its limits.
+    """A training step of a published model, which has to fit, and its limits."""
 
-    Args:
-        model: name of the model.
-        target: name of the cluster.
-        given: fields of `TrainConfig`.
-        temp_gb: maximum temporaries of a device: the value when it was set, plus 5 %.
-        flops_over_ideal: maximum floating-point operations, with rematerialized products and a partly filled buffer.
-        hbm_gb: maximum memory traffic of a device: the value when it was set, plus 3 % at most.
-        nightly: if True, compile with `--nightly` only.
-    """
-
-    model: str
-    target: str
-    given: Given
-    temp_gb: float = math.inf
+    model: str  # name of the model
+    target: str  # name of the cluster
+    given: Given  # fields of `TrainConfig`
+    temp_gb: float = math.inf  # maximum temporaries of a device: the value when it was set, plus 5 %
+    # Maximum floating-point operations, with rematerialized products and a partly filled buffer
     flops_over_ideal: float = math.inf
-    hbm_gb: float = math.inf
-    nightly: bool = True
+    hbm_gb: float = math.inf  # maximum memory traffic of a device: the value when it was set, plus 3 % at most
+    nightly: bool = True  # if True, compile with `--nightly` only
 
 
 PUBLISHED = (

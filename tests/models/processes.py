@@ -1,4 +1,4 @@
-"""Start training processes on this machine; `python -m tests.models.processes` is a process that only waits.
+"""Start training processes on this machine; `python -m tests.models.processes` only waits.
 
 Its arguments select its behavior: wait for a minute (`wait`), also in a step that never ends (`stuck`), or fail
 (`fail`); and the seconds until a stall ends it.
@@ -70,7 +70,6 @@ def place(port: int, num_processes: int, process_id: int) -> list[str]:
 
 
 def multi_process(**given: object) -> list[str]:
-    """Return command-line options of the section `multi_process`."""
     return [word for key, value in given.items() for word in ("--set", f"multi_process.{key}={value}")]
 
 

@@ -1,4 +1,4 @@
-"""`tests.models.tiny_training` with checkpoints that never complete: `python -m tests.models.stalled_training`."""
+"""`tests.models.tiny_training` without complete checkpoints: `python -m tests.models.stalled_training`."""
 
 import asyncio
 

@@ -26,13 +26,12 @@ from tests.models.processes import end, free_port, joined, multi_process, place,
 PROMISED_S = 20
 """Maximum seconds until all processes have ended after one is gone."""
 
-VARIABLES = {"coordinator": "JAX_COORDINATOR_ADDRESS", "num_processes": "JAX_NUM_PROCESSES"}
-VARIABLES["process_id"] = "JAX_PROCESS_ID"
+VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
 @pytest.fixture(autouse=True)
 def no_cluster(monkeypatch):
-    for variable in VARIABLES.values():
+    for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)
 
 
@@ -73,8 +72,8 @@ def test_a_process_that_is_none_is_refused(num_processes, process_id, message):
 
 
 def test_what_the_environment_says_is_read_where_nothing_is_given(monkeypatch):
-    for option, value in {"coordinator": "[::1]:9911", "num_processes": "4", "process_id": "3"}.items():
-        monkeypatch.setenv(VARIABLES[option], value)
+    for variable, value in zip(VARIABLES, ("[::1]:9911", "4", "3"), strict=True):
+        monkeypatch.setenv(variable, value)
     assert detect_process(None, None, None, 1) == Place("::1", 9911, 4, 3)
     assert detect_process(None, None, None, 1).coordinator == "[::1]:9911"
     assert detect_process("a:1", 5, 0, 1) == Place("a", 1, 5, 0)

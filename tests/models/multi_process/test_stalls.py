@@ -17,24 +17,16 @@ PROMISED_S = 30
 TIMEOUT_S = 12
 
 
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 class Run:
     """Detector of one process of three; it looks every `BEAT_S` seconds."""
 
     def __init__(self):
-        self.clock = Clock()
-        self.detector, self.steps = StallDetector(NAMES, self.clock), dict.fromkeys(NAMES, 0)
+        self.now, self.steps = 0.0, dict.fromkeys(NAMES, 0)
+        self.detector = StallDetector(NAMES, lambda: self.now)
 
     def go_on(self, seconds, *silent):
         for _ in range(round(seconds / BEAT_S)):
-            self.clock.now += BEAT_S
+            self.now += BEAT_S
             for name in self.steps.keys() - set(silent):
                 self.detector.hear(name, self.steps[name])
             found = self.detector.stall()
@@ -102,7 +94,7 @@ def test_a_process_that_was_stopped_accuses_no_other():
     run = Run()
     run.step(3)
     run.go_on(5)
-    run.clock.now += 60
+    run.now += 60
     assert (run.detector.stall(), run.detector.silent()) == (None, [])
     assert run.go_on(2, B, C) is None
     assert run.go_on(SILENT_S, B, C).cause == f"waiting for {B} and 1 more"
