@@ -9,19 +9,17 @@ import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_moe_lb.layer.systems import system_named
 from models.config import ParallelConfig
 from models.decoder.layers import scan_states
 from models.decoder.stacked import stacked
 from models.mesh import batch_sharding, make_mesh
-from models.training.step import make_programs
-from tests.models.small import CONFIG
+from tests.models.small import on, programs_of
 
 PARALLEL = ParallelConfig(data_parallel=2, expert_parallel=2)
 
 
 class Seen(nnx.Variable):
-    """Variable that is not a parameter and changes in each call."""
+    """Variable besides the parameters, which changes in each call."""
 
 
 class Layer(nnx.Module):
@@ -84,6 +82,7 @@ def test_a_loop_equals_its_layers():
 
 
 def test_parameters_and_optimizer_stay_wide():
-    narrow = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, compute_dtype="bfloat16"))
-    shapes = make_programs(narrow, make_mesh(narrow.parallel), system_named("plain")).state_shapes
+    config = on(1, 8, "plain")
+    narrow = dataclasses.replace(config, model=dataclasses.replace(config.model, compute_dtype="bfloat16"))
+    shapes = programs_of(narrow).state_shapes
     assert {leaf.dtype.name for leaf in jax.tree.leaves(shapes)} == {"float32", "int32", "uint32"}

@@ -8,13 +8,10 @@ import pytest
 from flax import nnx
 
 from jax_moe_lb import Buffers, plain
-from models.architectures.config_json import Fields
-from models.architectures.registry import configured
 from models.config import ParallelConfig
 from models.decoder.rope import LongRope, Rope
 from models.mesh import make_mesh
-from models.tiny_checkpoint import tiny_config
-from tests.models.small import random_decoder
+from tests.models.small import random_decoder, tiny_decoder
 
 FACTORS = {"short_factors": (1.0, 2.0), "long_factors": (4.0, 5.0), "short_scale": 1.5, "long_scale": 2.0}
 LONG = LongRope(4, base=100.0, original_positions=3, **FACTORS)
@@ -36,10 +33,10 @@ LENGTHS = (5, 8), (5, 5), (8, 8)
 @pytest.mark.slow
 def test_padding_makes_no_sequence_long():
     """A short prompt took the long factors beside a long one."""
-    config = configured(Fields(tiny_config("phimoe")))
+    config = tiny_decoder("phimoe", num_hidden_layers=1)
     half = config.head_dim // 2
     rope = LongRope(2 * half, original_positions=5, short_factors=(1.0,) * half, long_factors=(4.0,) * half)
-    config = dataclasses.replace(config, num_layers=1, rope=rope)
+    config = dataclasses.replace(config, rope=rope)
     model = random_decoder(config, make_mesh(ParallelConfig(expert_parallel=1)), plain(Buffers(max_rounds=1)))
     tokens, run = jnp.arange(16, dtype=jnp.int32).reshape(2, 8), nnx.jit(lambda *given: given[0](*given[1:])[0])
     both, short, long = (run(model, tokens, jnp.arange(8)[None] < jnp.array([[n], [m]])) for n, m in LENGTHS)

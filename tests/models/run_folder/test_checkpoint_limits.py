@@ -38,8 +38,12 @@ def test_an_intact_checkpoint_is_restored(folder):
         np.testing.assert_array_equal(got, want)
 
 
+def refuses(folder, message, limits=FileLimits()):
+    with pytest.raises(ValueError, match=message), Checkpoints(folder, limits=limits) as checkpoints:
+        checkpoints.restore(1, SHAPES)
+
+
 def declare(folder, content):
-    """Write the declaration of an array."""
     store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{folder}/1/state/"}).result()
     store.write(f"{NAME}/.zarray", content).result()
 
@@ -53,8 +57,7 @@ def declared(folder):
 @pytest.mark.parametrize("content", ["[]", "{", b"\xff"])
 def test_a_damaged_declaration(folder, content):
     declare(folder, content)
-    with pytest.raises(ValueError, match=f"^'.*state': '{NAME}' has "), Checkpoints(folder) as checkpoints:
-        checkpoints.restore(1, SHAPES)
+    refuses(folder, f"^'.*state': '{NAME}' has ")
 
 
 DECLARATIONS = [
@@ -81,16 +84,12 @@ DECLARATIONS = [
 def test_declarations_of_arrays(folder, change, message):
     declare(folder, json.dumps(declared(folder) | change))
     (folder / "1" / "sha256.json").unlink()
-    lines = []
+    lines, limits = [], FileLimits(values=250)
     with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged"):
-        restore_newest(folder, SHAPES, lines.append, limits=FileLimits(values=250))
+        restore_newest(folder, SHAPES, lines.append, limits=limits)
     (line,) = lines
     assert "\n" not in line
-    with (
-        pytest.raises(ValueError, match=rf"^'.*state': '{NAME}' has {message}"),
-        Checkpoints(folder, limits=FileLimits(values=250)) as checkpoints,
-    ):
-        checkpoints.restore(1, SHAPES)
+    refuses(folder, rf"^'.*state': '{NAME}' has {message}", limits)
 
 
 @pytest.mark.thorough
@@ -98,11 +97,7 @@ def test_declarations_of_arrays(folder, change, message):
 def test_other_forms_of_arrays(folder, form):
     path = folder / "1" / "state" / "_METADATA"
     path.write_text(json.dumps(None if form is None else json.loads(path.read_text()) | form))
-    with (
-        pytest.raises(ValueError, match="has another form; expected arrays in OCDBT and Zarr 2"),
-        Checkpoints(folder) as checkpoints,
-    ):
-        checkpoints.restore(1, SHAPES)
+    refuses(folder, "has another form; expected arrays in OCDBT and Zarr 2")
 
 
 @pytest.mark.thorough
