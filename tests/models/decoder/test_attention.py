@@ -1,24 +1,25 @@
-"""Blockwise attention equals full attention."""
+"""Blockwise attention and kernels equal full attention; splash attention runs in interpret mode."""
 
 import dataclasses
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from models.config import PRESETS
+from models.config import PRESETS, ParallelConfig
 from models.decoder import attention as scores
 from models.decoder import fused_attention as fused
-from models.decoder.attention import Index, _on_each_device, attend, has_cudnn_kernel
+from models.decoder.attention import Index, _on_each_device, attend, has_cudnn_kernel, has_splash_kernel
 from models.decoder.config import Scores
 from models.decoder.layers import period_of
 from models.decoder.rope import Rope
-from models.mesh import batch_sharding, make_mesh, make_system
-from models.training.step import make_programs
+from models.mesh import batch_sharding, make_mesh
+from tests.models.small import programs_of
 
 
 def inputs(length, dtype):
@@ -26,8 +27,19 @@ def inputs(length, dtype):
     return [jax.random.normal(key, (2, length, 2, 8), dtype) for key in keys]
 
 
-def whole(q, k, v):
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+def with_gradients(attention, arrays, upstream):
+    """Return the outputs, and the gradients of all arrays, compiled."""
+
+    @jax.jit
+    def run(arrays, upstream):
+        out, transposed = jax.vjp(attention, *arrays)
+        return out, *transposed(upstream)
+
+    return run(arrays, upstream)
+
+
+def assert_close(got, want, tolerance=1e-5):
+    jax.tree.map(partial(np.testing.assert_allclose, atol=tolerance, rtol=tolerance), got, want)
 
 
 def in_blocks(q, k, v):
@@ -45,18 +57,14 @@ def in_blocks(q, k, v):
     ],
 )
 def test_blocks_equal_the_whole(length, dtype, tolerance, monkeypatch):
-    def with_gradients(attention, arrays):
-        out, transposed = jax.vjp(attention, *arrays[:3])
-        return out, *transposed(arrays[3])
-
-    narrow = inputs(length, dtype)
+    *narrow, upstream = inputs(length, dtype)
     monkeypatch.setattr(scores, "QUERY_BLOCK", 4)
-    got = jax.jit(partial(with_gradients, in_blocks))(narrow)
+    got = with_gradients(in_blocks, narrow, upstream)
+    assert {ours.dtype for ours in got} == {jnp.dtype(dtype)}
     # The reference is float32, from which bfloat16 differs by rounding.
-    want = jax.jit(partial(with_gradients, whole))([part.astype(jnp.float32) for part in narrow])
-    for ours, expected in zip(got, want, strict=True):
-        assert ours.dtype == dtype
-        np.testing.assert_allclose(ours.astype(jnp.float32), expected, atol=tolerance, rtol=tolerance)
+    got, wide, upstream = jax.tree.map(lambda part: part.astype(jnp.float32), (got, narrow, upstream))
+    whole = partial(jax.nn.dot_product_attention, is_causal=True)
+    assert_close(got, with_gradients(whole, wide, upstream), tolerance)
 
 
 def test_blocks_keep_no_scores(monkeypatch):
@@ -73,20 +81,15 @@ def test_blocks_with_sinks_equal_the_whole(window, monkeypatch):
     """A block of queries reads the keys up to its end; query and key positions coincide."""
     q, k, v, upstream = inputs(9, jnp.float32)
     positions = jnp.broadcast_to(jnp.arange(9)[None], q.shape[:2])
-    sinks = jnp.asarray([0.5, -1.0])
+    arrays = q, k, v, jnp.asarray([0.5, -1.0])
 
-    def with_gradients(whole):
-        def call(q, k, v, sinks):
-            return attend(q, k, v, positions, Scores(0.3, window), sinks, whole=whole)
+    def call(q, k, v, sinks, whole=False):
+        return attend(q, k, v, positions, Scores(0.3, window), sinks, whole=whole)
 
-        out, transposed = jax.vjp(call, q, k, v, sinks)
-        return out, *transposed(upstream)
-
-    want = jax.jit(partial(with_gradients, False))()
+    want = with_gradients(call, arrays, upstream)
     monkeypatch.setattr(scores, "QUERY_BLOCK", 4)
     for whole in (False, True):
-        for ours, expected in zip(jax.jit(partial(with_gradients, whole))(), want, strict=True):
-            np.testing.assert_allclose(ours, expected, atol=1e-5, rtol=1e-5)
+        assert_close(with_gradients(partial(call, whole=whole), arrays, upstream), want)
 
 
 @pytest.mark.slow
@@ -119,6 +122,13 @@ def test_positions_are_exact_in_narrow_arithmetic():
     np.testing.assert_array_equal(got, want.astype(jnp.bfloat16))
 
 
+def mesh_of(kind, size):
+    """Return a mesh of absent devices."""
+    capability = "9.0" if "H100" in kind else "8.0"
+    device = SimpleNamespace(device_kind=kind, compute_capability=capability)
+    return SimpleNamespace(devices=np.array([[device]] * size), size=size)
+
+
 @pytest.mark.parametrize(
     ("kind", "dtype", "widths", "has_kernel"),
     [
@@ -134,11 +144,8 @@ def test_positions_are_exact_in_narrow_arithmetic():
     ],
 )
 def test_the_devices_of_the_mesh_choose_the_kernel(kind, dtype, widths, has_kernel):
-    capability = "9.0" if "H100" in kind else "8.0"
-    device = type("Device", (), {"device_kind": kind, "compute_capability": capability})()
-    mesh = type("Mesh", (), {"devices": np.array([[device]])})()
     q, v = (jax.ShapeDtypeStruct((1, 16, 2, width), dtype) for width in widths)
-    assert has_cudnn_kernel(mesh, q, v) == has_kernel
+    assert has_cudnn_kernel(mesh_of(kind, 1), q, v) == has_kernel
 
 
 def scores_of(q, k, segments, how):
@@ -191,12 +198,58 @@ def test_cudnn_attention_equals_plain_attention(has_sinks, window, segments, mon
     def plain(q, k, v, sinks):
         return attend(q, k, v, positions, Scores(0.3, window), sinks, segments, whole=True)
 
-    def with_gradients(function):
-        out, transposed = jax.vjp(function, q, k, v, sinks)
-        return out, transposed(upstream)
+    arrays = q, k, v, sinks
+    assert_close(*(with_gradients(function, arrays, upstream) for function in (by_kernel, plain)))
 
-    ours, want = jax.jit(partial(with_gradients, by_kernel))(), jax.jit(partial(with_gradients, plain))()
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-5), ours, want)
+
+LENGTH = 256
+DOCUMENTS = np.repeat([[0, 1, 2, 3], [0, 0, 0, 1]], LENGTH // 4, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("widths", "window", "has_sinks", "has_documents"),
+    [
+        ((64, 64), 100, True, True),
+        pytest.param((192, 128), None, False, True, marks=pytest.mark.thorough),
+        pytest.param((128, 128), None, False, False, marks=pytest.mark.thorough),
+    ],
+)
+def test_splash_attention_equals_plain_attention(widths, window, has_sinks, has_documents, monkeypatch):
+    """Values and gradients of two sequences on two devices, in blocks of 128."""
+    monkeypatch.setattr(fused, "BLOCKS", (128,))
+    mesh, keys = make_mesh(ParallelConfig(1, 2)), jax.random.split(jax.random.key(0), 4)
+    sizes = ((4, widths[0]), (2, widths[0]), (2, widths[1]), (4, widths[1]))
+    *arrays, upstream = (jax.random.normal(key, (2, LENGTH, *size)) for key, size in zip(keys, sizes, strict=True))
+    sinks = jnp.asarray([0.5, -1.0, 2.0, 0.0]) if has_sinks else None
+    segments = jnp.asarray(DOCUMENTS, jnp.int32) if has_documents else None
+    positions = jnp.broadcast_to(jnp.arange(LENGTH)[None], (2, LENGTH))
+
+    def ours(q, k, v, sinks):
+        return fused.splash_attention(q, k, v, mesh, Scores(0.1, window), sinks, segments, interpret=True)
+
+    def plain(q, k, v, sinks):
+        return attend(q, k, v, positions, Scores(0.1, window), sinks, segments, whole=True)
+
+    split = jax.device_put(arrays, NamedSharding(mesh, PartitionSpec(mesh.axis_names)))
+    want = with_gradients(plain, (*arrays, sinks), upstream)
+    assert_close(with_gradients(ours, (*split, sinks), upstream), want, 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "width", "dtype", "has_kernel"),
+    [
+        ("TPU v5 lite", (4, 256), 128, jnp.bfloat16, True),
+        ("TPU v5 lite", (3, 256), 128, jnp.bfloat16, False),
+        ("TPU v5 lite", (4, 200), 128, jnp.bfloat16, False),
+        ("TPU v5 lite", (4, 256), 80, jnp.bfloat16, False),
+        ("TPU v5 lite", (4, 256), 128, jnp.float32, False),
+        ("NVIDIA H100 80GB HBM3", (4, 256), 128, jnp.bfloat16, False),
+    ],
+)
+def test_whole_sequences_on_tpus_have_the_kernel(kind, shape, width, dtype, has_kernel):
+    q = jax.ShapeDtypeStruct((*shape, 2, width), dtype)
+    assert has_splash_kernel(mesh_of(kind, 2), q, q) == has_kernel
 
 
 @pytest.mark.parametrize("in_documents", [False, True])
@@ -242,10 +295,9 @@ def test_layers_repeat_with_the_period_of_their_windows():
 @pytest.mark.thorough
 def test_no_array_of_the_reference_has_all_pairs_of_tokens():
     config = PRESETS["reference"]
-    mesh = make_mesh(config.parallel)
-    programs = make_programs(config, mesh, make_system(dataclasses.replace(config.parallel, system="plain")))
-    shape = (config.batch.size, config.batch.sequence_length + 1)
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, system="plain"))
+    programs, shape = programs_of(config), (config.batch.size, config.batch.sequence_length + 1)
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(make_mesh(config.parallel)))
     program = str(programs.step.trace(programs.state_shapes, tokens).jaxpr)
     length = config.batch.sequence_length
     assert re.search(rf"bf16\[8,{length},2048\]", program)
