@@ -24,7 +24,7 @@ from models.architectures.config_json import Fields, read_fields
 from models.architectures.registry import configured, pieces_of
 from models.console import USER_ERRORS, FileLimitsOption, say
 from models.pretrained.safetensors import FLOATS, NUMPY, TensorFolder
-from models.pretrained.saving import KEPT_FILES, MAX_FILE_BYTES, copy_files, vacant, write_tensors
+from models.pretrained.saving import KEPT_FILES, copy_files, vacant, write_tensors
 from models.run_folder.files import write_whole
 
 ROUTER_SCALE = 0.02  # standard deviation of the router weights; initial routing is random
@@ -93,7 +93,6 @@ def upcycle(
     *,
     share: bool = False,
     seed: int = 0,
-    max_file_bytes: int = MAX_FILE_BYTES,
     limits: FileLimits = FileLimits(),
 ) -> None:
     """Write a mixture checkpoint whose experts are copies of a dense model's network."""
@@ -122,7 +121,7 @@ def upcycle(
             return (rng.standard_normal(wanted.shape, np.float32) * ROUTER_SCALE).astype(wanted.dtype)
 
         written = {name: jax.ShapeDtypeStruct(shape, dtype_of(name)) for name, shape in shapes.items()}
-        write_tensors(aside, written, map(made, written), max_file_bytes)
+        write_tensors(aside, written, map(made, written))
         write_whole(aside / "config.json", text.encode())
         copy_files(KEPT_FILES, folder, aside)
 

@@ -15,9 +15,8 @@ class Stack:
 
     both: str  # gate and up projections
     down: str  # down projections
-    transposed: bool = (
-        False  # if True, an expert is `[2 F, H]` and `[H, F]`, as in `torch`; else `[H, 2 F]` and `[F, H]`
-    )
+    # If True, an expert is `[2 F, H]` and `[H, F]`, as in `torch`; else `[H, 2 F]` and `[F, H]`
+    transposed: bool = False
     interleaved: bool = False  # if True, gate and up alternate; else the gate comes first
 
 

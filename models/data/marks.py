@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 CONTEXT = 2**29  # added to tokens of the context; above any vocabulary
-
-
 PADDING = 2**30  # added to tokens of the padding
 
 

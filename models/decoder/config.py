@@ -149,9 +149,8 @@ class DecoderConfig:
     residual_scale: float = 1.0  # factor on what attention and experts add to the residual stream
     logit_scale: float = 1.0  # factor on logits
     tie_embeddings: bool = False  # if True, the output layer is the transposed embedding
-    norm_after: bool = (
-        False  # if True, the norms of a block are applied to outputs of attention and experts, not inputs
-    )
+    # If True, the norms of a block are applied to outputs of attention and experts, not inputs
+    norm_after: bool = False
     # If True, the norms of the residual stream are layer norms with biases instead of RMS norms
     layer_norm: bool = False
     head_bias: bool = False  # if True, the output layer has a bias

@@ -144,13 +144,10 @@ class ParameterGather:
             return value
         is_wide = value.ndim < 2 or path[-2:] == ROUTER
         narrow = value if is_wide else value.astype(self.dtype)
-        spec = [without(entry, self._manual) for entry in variable.get_metadata("out_sharding")[first:]]
-        return _gathered(narrow, NamedSharding(self.mesh, PartitionSpec(*spec)))
-
-    @property
-    def _manual(self) -> set[str]:
         kinds = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
-        return {axis for axis, kind in kinds if kind == AxisType.Manual}
+        manual = {axis for axis, kind in kinds if kind == AxisType.Manual}
+        spec = [without(entry, manual) for entry in variable.get_metadata("out_sharding")[first:]]
+        return _gathered(narrow, NamedSharding(self.mesh, PartitionSpec(*spec)))
 
 
 def without(entry: Any, axes: Collection[str]) -> Any:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,12 @@ def grouped(pieces: Iterable[ParameterSlice], key: str = "path") -> dict[str, li
     return parts
 
 
+def at_home(piece: ParameterSlice, values: dict[str, Any]) -> ParameterSlice:
+    """Return the slice at the row of a relocated expert, for the parameters by path."""
+    homes = values.get(f"{piece.path.rpartition('.')[0]}.homes")
+    return piece if homes is None or piece.expert is None else replace(piece, expert=int(homes[piece.place]))
+
+
 def _passed_over(fields: Fields, num_further: int, are_tied: bool) -> tuple[str, ...]:
     """Return name prefixes of tensors to skip: multi-token prediction layers, and a copy of the tied embedding."""
     last = fields.num_layers()
@@ -182,7 +189,9 @@ def _place(
     if not homes:
         # Skip experts whose home is in another process.
         return
-    box = [_hull(parts) for parts in zip(*(ranges[device][depth:] for device in homes), strict=True)]
+    # The smallest ranges that contain those of all devices.
+    extents = zip(*(ranges[device][depth:] for device in homes), strict=True)
+    box = [range(min(part.start for part in parts), max(part.stop for part in parts)) for parts in extents]
     value = _read(weights, piece, box, dtype)
     for device in homes:
         where = zip(ranges[device][depth:], box, strict=True)
@@ -199,12 +208,6 @@ def _place(
         shards[device] = _with_line(shards[device], line, local) if depth else line
         # Wait for the transfer; otherwise the host would read ahead and hold all pending slices in memory.
         shards[device].block_until_ready()
-
-
-def _hull(parts: Iterable[range]) -> range:
-    """Return the smallest range containing all parts."""
-    parts = list(parts)
-    return range(min(part.start for part in parts), max(part.stop for part in parts))
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -182,17 +182,11 @@ class TensorFolder:
                     raise ValueError(f"{self.folder / INDEX}: {short(name)} is not in {shown(file)}; expected it there")
 
 
-def _cut(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
-    """Return the shape of a part of an array."""
-    part: tuple[int, ...] = np.broadcast_to(np.int8(0), shape)[index].shape
-    return part
-
-
 def _read_rows(file: BufferedReader, start: int, shape: tuple[int, ...], dtype: np.dtype, index: Index) -> np.ndarray:
     """Read rows of an array that begins at byte `start`, and of these the part given by the rest of the index."""
     chosen = np.arange(shape[0])[index[:1]]
     rest, row_bytes = index[1:], math.prod(shape[1:]) * dtype.itemsize
-    found = np.empty((len(chosen), *_cut(shape[1:], rest)), dtype)
+    found = np.empty((len(chosen), *np.broadcast_to(np.int8(0), shape[1:])[rest].shape), dtype)
     step = int(chosen[1] - chosen[0]) if len(chosen) > 1 else 1
     is_whole = found.shape[1:] == shape[1:] and step == 1
     most = max(1, len(chosen) if is_whole else READ_BYTES // max(row_bytes * step, 1))

@@ -24,7 +24,7 @@ from models.decoder.config import DecoderConfig
 from models.decoder.layers import adapted
 from models.decoder.model import Decoder
 from models.decoder.stacked import StackedDecoder
-from models.pretrained.loading import by_path, grouped
+from models.pretrained.loading import at_home, by_path, grouped
 from models.pretrained.safetensors import FLOATS, INDEX, LENGTH_BYTES, NUMPY, SINGLE, copy_blocks
 from models.run_folder.files import naming, temporary_folder, write_whole
 
@@ -209,11 +209,7 @@ def assembled(
 
 def stored_slice(piece: ParameterSlice, values: dict[str, Any], suffix: str = "") -> np.ndarray:
     """Return the values of a slice on the host, as stored in the parameter whose path has the suffix."""
-    place, homes = piece.place, values.get(f"{piece.path.rpartition('.')[0]}.homes")
-    if homes is not None and piece.expert is not None:
-        # Relocated experts are at other rows of the parameter.
-        place = (*place[:-1], int(homes[place]))
-    return _on_host(values[f"{piece.path}{suffix}"], place)
+    return _on_host(values[f"{piece.path}{suffix}"], at_home(piece, values).place)
 
 
 _merged = jax.jit(adapted)

@@ -1,19 +1,17 @@
 """Update of a loaded model from tensors in memory, such as the state dict of a trainer."""
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.architectures.parameter_map import Index, ParameterSlice
+from models.architectures.parameter_map import Index
 from models.architectures.registry import pieces_of
 from models.decoder.model import Decoder
 from models.decoder.stacked import StackedDecoder
-from models.pretrained.loading import by_path, checked_pieces, grouped, placed
+from models.pretrained.loading import at_home, by_path, checked_pieces, grouped, placed
 
 
 class HeldTensors:
@@ -47,13 +45,7 @@ def update_weights(model: Decoder | StackedDecoder, tensors: Mapping[str, np.nda
     pieces, values = checked_pieces(weights, model.config, layouts), by_path(state)
     if isinstance(model, StackedDecoder):
         pieces = [piece.in_stack(model.places, model.config.num_layers) for piece in pieces]
-    for path, parts in grouped(_at_home(piece, values) for piece in pieces if not piece.is_copy).items():
+    for path, parts in grouped(at_home(piece, values) for piece in pieces if not piece.is_copy).items():
         old = values[path]
         values[path] = placed(weights, parts, jax.ShapeDtypeStruct(old.shape, old.dtype, sharding=old.sharding))
     nnx.update(model, jax.tree.unflatten(jax.tree.structure(state), values.values()))
-
-
-def _at_home(piece: ParameterSlice, values: dict[str, Any]) -> ParameterSlice:
-    """Return the slice at the row of a relocated expert."""
-    homes = values.get(f"{piece.path.rpartition('.')[0]}.homes")
-    return piece if homes is None or piece.expert is None else replace(piece, expert=int(homes[piece.place]))

@@ -14,8 +14,8 @@ from matplotlib import rc_context, rc_params_from_file
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from models.run_folder.files import write_whole
 from models.run_folder.metrics import RECENT_STEPS, RunFolder, summarise
-from models.run_folder.page import table, write_page
 
 # Colors of the site: orange for plain expert parallelism, petrol for the plan.
 BEFORE, AFTER, INK, MUTED = "#d9622b", "#17799a", "#18262e", "#64757f"
@@ -157,7 +157,7 @@ def _png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-BODY = Template(Path(__file__).with_suffix(".html").read_text())
+PAGE, BODY = (Template(Path(__file__).with_name(name).read_text()) for name in ("page.html", "report.html"))
 UNITS = ("nats", "bits", "tokens", "bytes", "s")
 
 
@@ -177,28 +177,33 @@ def write_report(folder: RunFolder, summary: dict) -> bool:
         last=segments[-1]["steps"][-1],
         of=" of the first group" if summary["num_groups"] > 1 else "",
         cards="".join(f"<div class=card><b>{escape(n)}</b><span>{escape(t)}</span></div>" for n, t in _cards(summary)),
-        tables="".join(table(*given) for given in tables),
+        tables="".join(_table(*given) for given in tables),
     )
-    write_page(
-        folder.report,
-        title=f"{folder.path.name}: training report",
-        kicker=f"{folder.path.name} · {described['environment']['date'][:10]}",
-        headline=_headline(described["config"], summary),
+    page = PAGE.substitute(
+        title=escape(f"{folder.path.name}: training report"),
+        kicker=escape(f"{folder.path.name} · {described['environment']['date'][:10]}"),
+        headline=escape(_headline(described["config"], summary)),
         body=body,
     )
+    write_whole(folder.report, page.encode())
     return True
 
 
+def _table(caption: str, rows: list[tuple[str, str]]) -> str:
+    lines = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows)
+    return f"<table><caption>{escape(caption)}</caption>{lines}</table>"
+
+
+REPORT_S = 60.0  # minimum seconds between two reports of a run in progress
 MAX_SHARE = 0.05  # maximum share of the time for reports; each reads all rows and counts of the run
 
 
 class LiveReport:
     """Periodic report of a run in progress."""
 
-    def __init__(self, folder: RunFolder, others: dict, every_s: float = 60.0) -> None:
-        self.folder, self.others, self.every_s = folder, others, every_s
-        self.began = time.monotonic()
-        self.due = self.began + every_s
+    def __init__(self, folder: RunFolder, others: dict) -> None:
+        self.folder, self.others, self.began = folder, others, time.monotonic()
+        self.due = self.began + REPORT_S
 
     def update(self) -> None:
         """Write the report if it is due and there is a validation."""
@@ -208,7 +213,7 @@ class LiveReport:
         if self.folder.rows("validation"):
             write_report(self.folder, summarise(self.folder) | self.others | {"wall_s": now - self.began})
         end = time.monotonic()
-        self.due = end + max(self.every_s, (end - now) / MAX_SHARE)
+        self.due = end + max(REPORT_S, (end - now) / MAX_SHARE)
 
 
 def _headline(config: dict, summary: dict) -> str:

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from models.config import TrainConfig
+from models.console import show
 from models.run_folder.metrics import RunFolder
 
 LINE = "loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s  imbalance {imbalance_before_mean:.2f} -> "
@@ -46,14 +47,12 @@ class StepLine:
         self.progress.update(self.task, completed=row["step"], line=LINE.format(**row))
         if self.progress.disable and row["step"] % LOG_INTERVAL == 0:
             rates = "lr {learning_rate:.1e}  gradient norm {gradient_norm:.2f}  epoch {epoch:.2f}  ".format(**row)
-            self._print(f"step {row['step']:>5} of {self.steps}  {rates}" + LINE.format(**row))
+            show(self.progress.console, f"step {row['step']:>5} of {self.steps}  {rates}" + LINE.format(**row))
 
     def note(self, row: dict, validation_loss: float) -> None:
         """Print a permanent line with the metrics of a step and a validation loss."""
-        self._print(f"step {row['step']:>5}  validation {validation_loss:.3f}  " + LINE.format(**row))
-
-    def _print(self, text: str) -> None:
-        self.progress.console.print(text, highlight=False, soft_wrap=True)
+        line = f"step {row['step']:>5}  validation {validation_loss:.3f}  " + LINE.format(**row)
+        show(self.progress.console, line)
 
 
 SKIPPED_STEPS = 2  # number of steps before a trace begins; the first steps are slower than the rest

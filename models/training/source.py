@@ -28,7 +28,6 @@ OF_PRESETS = {
     "relocation": ("interval",),
 }
 
-
 # Default of `model.bias_rate` for random parameters with routing biases (DeepSeek-V3, section 4.2; GLM-4.5).
 BIAS_RATE = 1e-3
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from models.run_folder.metrics import RunFolder
-from models.run_folder.page import PAGE
-from models.run_folder.report import LiveReport
+from models.run_folder.report import PAGE, LiveReport
 
 pytestmark = pytest.mark.slow
 
