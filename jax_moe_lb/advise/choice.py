@@ -69,7 +69,7 @@ class Choice:
 
     @property
     def family(self) -> "Choice":
-        """Values shared by choices that differ in slots, `eps`, relays and headroom only."""
+        """Values shared by choices with other slots, `eps`, relays and headroom."""
         return replace(self, replica_slots=0, eps=None, relayed=False, headroom=None)
 
     @property
