@@ -128,7 +128,6 @@ class _Part:
     steps: tuple[Step, ...]  # rows of the exchange, by chunk of entries
     places: SlotPlaces  # copies of the received rows in the order of slots
     weights: RoutingWeights  # weights of the choices of each received row; those of other ranks have no place
-    codes: Int[Array, "A K"]  # slots of these choices plus 1; 0 for those of other ranks
     whole: Step  # rows of all chunks of entries
 
     @classmethod
@@ -139,8 +138,9 @@ class _Part:
         # Codes and weights take one exchange: codes are small integers, exact in the dtype of the weights.
         tail = jnp.concatenate([step.codes().astype(entry_weights.dtype), step.of_rows(entry_weights)], 1)
         codes, weights = jnp.split(step.exchange(tail, room, "dispatch of weights"), 2, 1)
+        # Slots of the choices plus 1; 0 for those of other ranks.
         codes = step.clear(codes).astype(jnp.int32)
-        return cls(steps, slot_places(codes, slots, room), weights, codes, step)
+        return cls(steps, slot_places(codes, slots, room), weights, step)
 
     @jax.named_scope("dispatch")
     def send(self, entries: Entries) -> Float[Array, "A W"]:
