@@ -461,9 +461,15 @@ def _validation(run: Run) -> Callable[[nnx.State], float]:
     """Return a function from a state to its loss per predicted token of all validation batches."""
     config, evaluate = run.config, run.programs.evaluate
     sizes = (config.validation.batches, config.batch.size, config.batch.sequence_length)
-    batches = run.corpus.validation_batches(*sizes)
+    return mean_loss(evaluate, run.corpus.validation_batches(*sizes), run.mesh)
+
+
+def mean_loss(
+    evaluate: Callable[[nnx.State, jax.Array], jax.Array], batches: list[np.ndarray], mesh: Mesh
+) -> Callable[[nnx.State], float]:
+    """Return a function from a state to its loss per predicted token of some batches."""
     counts = [float(num_predicted(jax.device_put(batch))[0]) for batch in batches]
-    placed = [place_batch(batch, run.mesh) for batch in batches]
+    placed = [place_batch(batch, mesh) for batch in batches]
     return lambda state: float(np.average([float(evaluate(state, batch)) for batch in placed], weights=counts))
 
 
