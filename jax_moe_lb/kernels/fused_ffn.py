@@ -60,7 +60,7 @@ def gradients(
     again: Callable[[Array], Parts] | None,
     before: Parts | None = None,
 ) -> tuple[Rows, Float[Array, "A 1"], dict[str, tuple[Array, ...]]]:
-    """Return the gradients of rows, of row weights, and of each kind of weights in parts, with the sums before."""
+    """Return the gradients of rows, of row weights, and of each kind of weights in parts, added to `before`."""
     (rows, weights, words, saved), group_sizes = batch, groups.sizes
     sizes = tuple(part.up.shape[0] for part in experts)
 

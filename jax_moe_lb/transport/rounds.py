@@ -240,11 +240,11 @@ def _gradients(
     tokens, weights, experts, upstream = jax.lax.optimization_barrier((tokens, weights, experts, upstream))
     per_token, again = weights.shape[1], replicate.again()
     slots = Slots.of(experts, plan, again, topology, kept.replicas)
-    pull_back = partial(slots.pull_back, exchange=exchange)
     batch = Batch(tokens, weights, upstream)
     before = () if replicate.uses_copy_engines else slots.replicas
     # With chunks, the gradients of weights would have a sum over chunks, which takes longer than it hides.
     exchange = replace(exchange, buffers=exchange.buffers.in_one_chunk(weights.size))
+    pull_back = partial(slots.pull_back, exchange=exchange)
     (of_copies, of_weights), of_slots = gradient_rounds(batch, receipt, pull_back, exchange, topology, kept, before)
     # Gradients of replicas otherwise travel first, beside the products that hide those of rows. The barrier sets the
     # layout of its arrays, so copies pass in that of exchanges.

@@ -157,5 +157,5 @@ def _without_kernel(
     num_copies = tokens.shape[0] * per_token
     num_rows = rows_with_padding(buffers.rows(num_copies), per_token, num_ranks)
     of_chunk = rows_with_padding(buffers.chunk_rows(num_copies), per_token, num_ranks)
-    # Rows of the backward pass, which has no chunks; in the forward pass the row and the weight of each copy.
+    # Rows of all chunks, as they return; the row and the weight of each copy of a chunk.
     return why_not(tokens.dtype, tokens.shape[1], max(num_rows, 2 * of_chunk))
