@@ -38,6 +38,9 @@ GATHERED = 128
 BLOCKS = 4
 """Blocks of a gather in memory, a power of two: one is written while the others arrive."""
 
+MOST_RING_BYTES = 8 * 2**20
+"""Bytes of these blocks. Of wider rows there are two, since a kernel has 16 MB for them and twice its results."""
+
 PACKED = 16
 """Rows of a tile of bfloat16 numbers."""
 
@@ -79,8 +82,9 @@ def gather_rows(rows: Rows, at: Int[Array, "B"], *, interpret: bool = False) -> 
     """Return `rows[at]` in the layout of products."""
     (num_rows, width), num_taken = rows.shape, at.shape[0]
     half, num_blocks = width // 2, pl.cdiv(num_taken, GATHERED)
+    in_ring = BLOCKS if BLOCKS * GATHERED * width * rows.dtype.itemsize <= MOST_RING_BYTES else 2
     # All blocks are whole; copies beyond the end read the first row.
-    items = jnp.pad(at, (0, (num_blocks + BLOCKS - 1) * GATHERED - num_taken))
+    items = jnp.pad(at, (0, (num_blocks + in_ring - 1) * GATHERED - num_taken))
     run: Any = pl.pallas_call(
         _gather_block,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -89,8 +93,8 @@ def gather_rows(rows: Rows, at: Int[Array, "B"], *, interpret: bool = False) -> 
             in_specs=[pl.BlockSpec(memory_space=pltpu.HBM)],
             out_specs=pl.BlockSpec((GATHERED, width), lambda block, *_: (block, 0)),
             scratch_shapes=[
-                pltpu.VMEM((BLOCKS, GATHERED, half // LANES, LANES), jnp.uint32),
-                pltpu.SemaphoreType.DMA((BLOCKS,)),
+                pltpu.VMEM((in_ring, GATHERED, half // LANES, LANES), jnp.uint32),
+                pltpu.SemaphoreType.DMA((in_ring,)),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(
@@ -105,12 +109,12 @@ def gather_rows(rows: Rows, at: Int[Array, "B"], *, interpret: bool = False) -> 
 
 def _gather_block(items: Ref, rows: Ref, out: Ref, ring: Ref, semaphores: Ref) -> None:
     """Write the rows of one block in the layout of products, while those of later blocks arrive."""
-    block, tile = pl.program_id(0), ring.shape[2:]
+    block, in_ring, tile = pl.program_id(0), ring.shape[0], ring.shape[2:]
     words = rows.bitcast(jnp.uint32).reshape(rows.shape[0], *tile)
-    lines, half = ring.reshape(BLOCKS * GATHERED * tile[0], LANES), tile[0] * LANES
+    lines, half = ring.reshape(in_ring * GATHERED * tile[0], LANES), tile[0] * LANES
 
     def copies(block: Array | int, i: Array) -> list[Any]:
-        place, first = block & (BLOCKS - 1), block * GATHERED + i * PACKED
+        place, first = block & (in_ring - 1), block * GATHERED + i * PACKED
         # All items first: the compiler keeps the order of loads and copies.
         taken = [words.at[row] for row in [items[first + j] for j in range(PACKED)]]
         return [
@@ -123,16 +127,16 @@ def _gather_block(items: Ref, rows: Ref, out: Ref, ring: Ref, semaphores: Ref) -
             copy.start()
 
     def wait(block: Array) -> None:
-        place = block & (BLOCKS - 1)
+        place = block & (in_ring - 1)
         # One wait for the bytes of all rows; its source is not read.
         pltpu.make_async_copy(ring.at[place], ring.at[place], semaphores.at[place]).wait()
 
     def step(i: Array) -> None:
-        first, into = ((block & (BLOCKS - 1)) * GATHERED + i * PACKED) * tile[0], pl.ds(i * PACKED, PACKED)
+        first, into = ((block & (in_ring - 1)) * GATHERED + i * PACKED) * tile[0], pl.ds(i * PACKED, PACKED)
         # The same words of consecutive rows.
         arrived = [lines[pl.ds(first + column, PACKED, stride=tile[0])] for column in range(tile[0])]
         # Into the place of the block before, whose rows were read.
-        further = copies(block + BLOCKS - 1, i)
+        further = copies(block + in_ring - 1, i)
         for column, (low, high) in enumerate(map(halves, arrived)):
             # The instructions of copies and stores, whose order the compiler keeps, share bundles.
             for copy in further[column * PACKED // tile[0] : (column + 1) * PACKED // tile[0]]:
@@ -141,12 +145,12 @@ def _gather_block(items: Ref, rows: Ref, out: Ref, ring: Ref, semaphores: Ref) -
             out[into, pl.ds(half + column * LANES, LANES)] = high.astype(out.dtype)
 
     steps = GATHERED // PACKED
-    for before in range(BLOCKS - 1):
+    for before in range(in_ring - 1):
         pl.when(block == 0)(partial(_for_each, 0, steps, partial(start, before)))
     wait(block)
     _for_each(0, steps, step)
     is_last = block == pl.num_programs(0) - 1
-    pl.when(is_last)(lambda: _for_each(block + 1, block + BLOCKS, wait))
+    pl.when(is_last)(lambda: _for_each(block + 1, block + in_ring, wait))
 
 
 def sum_rows_of_entries(

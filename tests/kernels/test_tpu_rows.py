@@ -79,7 +79,9 @@ def test_rows_are_in_the_order_of_entries(num_entries):
     np.testing.assert_array_equal(of_order, np.sort(entry))
 
 
-@pytest.mark.parametrize(("num_rows", "width", "num_taken"), [(200, 2048, 700), (130, 4096, 128), (50, 2048, 1)])
+@pytest.mark.parametrize(
+    ("num_rows", "width", "num_taken"), [(200, 2048, 700), (130, 4096, 128), (50, 2048, 1), (40, 12288, 300)]
+)
 def test_gathered_rows_are_equal(num_rows, width, num_taken):
     rng = np.random.default_rng(num_taken)
     rows = jnp.asarray(rng.normal(size=(num_rows, width)), jnp.bfloat16)
