@@ -330,9 +330,10 @@ def _copied(computation: Computation, one: Instruction) -> ExchangeShape:
 def _items(computation: Computation, one: Instruction) -> int:
     """Return the rows that a kernel copies by index, or the vectors that a planner reads in all of its steps."""
     if one.name.startswith(PLANNER_KERNEL):
-        # One step per slot reads the slots, the home experts, and about two vectors per rank more.
+        # One step per slot reads the slots, the home experts, and about two vectors per rank more. The choice among
+        # sublanes and the wait for it last as long as 40 vectors.
         (*domains, slots, ranks, width), home = one.shapes[0].dims, one.shapes[2].dims[-3]
-        return math.prod(domains) * slots * ranks * (slots + home + 2) * num_vectors(ranks, width)
+        return math.prod(domains) * slots * ranks * ((slots + home + 2) * num_vectors(ranks, width) + 40)
     if not one.name.startswith(ROW_KERNELS):
         return 0
     lists = (shape for operand in computation.operands(one) for shape in operand.shapes if shape.dtype == "s32")

@@ -115,6 +115,12 @@ def fill(given: Candidates, slots: int, max_fan_out: int) -> Filled:
     # With a limited fan-out, a rank far above the limit needs receivers with much room, possibly more than any rank
     # has. Some of the least loaded ranks are therefore cleared first.
     # Returns the plans. If a rank still exceeds its limit, this search order failed.
+    start = start_of_chains(given, slots, max_fan_out)
+    return jax.lax.while_loop(lambda c: c.more > 0, lambda c: _give(c, given, max_fan_out), start).now
+
+
+def start_of_chains(given: Candidates, slots: int, max_fan_out: int) -> OffloadChain:
+    """Return the chains without replicas; with a binding fan-out, with those that clear ranks."""
     limit, order = given.limit, given.order
     now = plain(jnp.broadcast_to(given.tokens, (*given.tokens.shape[:2], limit.shape[1])), slots)
     below = jnp.maximum(limit - order.start, 0)
@@ -122,7 +128,7 @@ def fill(given: Candidates, slots: int, max_fan_out: int) -> Filled:
     start = OffloadChain(now, goal, none, none, none[:1], none.max() + 1)
     if given.place is not None and order.cleared is not None:
         start = _clear(start, limit, given.place < order.cleared, max_fan_out)
-    return jax.lax.while_loop(lambda c: c.more > 0, lambda c: _give(c, given, max_fan_out), start).now
+    return start
 
 
 def _clear(c: OffloadChain, limit: Array, idlest: Bool[Array, "M C"], max_fan_out: int) -> OffloadChain:
