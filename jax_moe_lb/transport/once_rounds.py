@@ -127,24 +127,37 @@ class _Part:
 
     steps: tuple[Step, ...]  # rows of the exchange, by chunk of entries
     places: SlotPlaces  # copies of the received rows in the order of slots
-    weights: RoutingWeights  # weights of the choices of each received row; those of other ranks have no place
     whole: Step  # rows of all chunks of entries
+    # Slots plus 1, then weights, of the choices of each received row; `J = 2 K`. Narrow rows would fill tiles on TPUs.
+    choices: Float[Array, "J B"]
 
     @classmethod
     @jax.named_scope("dispatch")
     def of(
-        cls, step: Step, steps: tuple[Step, ...], entry_weights: Float[Array, "N K"], slots: int, room: int
+        cls,
+        step: Step,
+        steps: tuple[Step, ...],
+        entry_weights: Float[Array, "N K"],
+        slots: int,
+        room: int,
+        choices: Float[Array, "J B"] | None,
     ) -> "_Part":
-        # Codes and weights take one exchange: codes are small integers, exact in the dtype of the weights.
-        tail = jnp.concatenate([step.codes().astype(entry_weights.dtype), step.of_rows(entry_weights)], 1)
-        codes, weights = jnp.split(step.exchange(tail, room, "dispatch of weights"), 2, 1)
+        if choices is None:
+            # Codes and weights take one exchange: codes are small integers, exact in the dtype of the weights.
+            tail = jnp.concatenate([step.codes().astype(entry_weights.dtype), step.of_rows(entry_weights)], 1)
+            choices = step.exchange(tail, room, "dispatch of weights").T
         # Slots of the choices plus 1; 0 for those of other ranks.
-        codes = step.clear(codes).astype(jnp.int32)
-        return cls(steps, slot_places(codes, slots, room), weights, step)
+        codes = step.clear(choices[: choices.shape[0] // 2].T).astype(jnp.int32)
+        return cls(steps, slot_places(codes, slots, room), step, choices)
+
+    @property
+    def weights(self) -> RoutingWeights:
+        """Weights of the choices of each received row; those of other ranks have no place."""
+        return self.choices[self.choices.shape[0] // 2 :].T
 
     @jax.named_scope("dispatch")
     def send(self, entries: Entries) -> Float[Array, "A W"]:
-        rows = empty_buffer(entries[0], self.weights.shape[0])
+        rows = empty_buffer(entries[0], self.choices.shape[1])
         # The chunks of a source land one after the other, as in one exchange.
         for step, part in zip(self.steps, entries, strict=True):
             rows = step.send(part, rows, "dispatch")
@@ -152,7 +165,7 @@ class _Part:
 
     def copies(self, rows: Float[Array, "_ H"]) -> Rows:
         """Return the copies of received rows, in the order of slots."""
-        return take_rows(rows, self.places.copy // self.weights.shape[1], rows_at)
+        return take_rows(rows, self.places.copy // self.places.place.shape[1], rows_at)
 
     def copy_weights(self) -> Float[Array, "A 1"]:
         return self.weights.reshape(-1, 1)[self.places.copy]
@@ -202,9 +215,9 @@ class _Round:
         of_chunks = tuple((step, (step,)) for step in lists.steps_of_round(i, num_sent, route.group))
         return cls(of_chunks, (whole,), whole, slots, route.room(*shape, in_chunks=True))
 
-    def part(self, number: int, entry_weights: Float[Array, "N K"]) -> _Part:
-        """Return a chunk, after an exchange of the weights of its rows."""
-        return _Part.of(*self.of_chunks[number], entry_weights, self.slots, self.room)
+    def part(self, number: int, entry_weights: Float[Array, "N K"], choices: Array | None = None) -> _Part:
+        """Return a chunk, after an exchange of the choices of its rows unless they are saved."""
+        return _Part.of(*self.of_chunks[number], entry_weights, self.slots, self.room, choices)
 
     @jax.named_scope("combine")
     def back(self, part: _Part, sums: Float[Array, "A H"], returned: Entries | None) -> Entries:
@@ -212,6 +225,20 @@ class _Round:
         returned = tuple(step.returned(sums) for step in self.steps) if returned is None else returned
         sent = zip(part.steps, returned, strict=True)
         return tuple(step.back(sums, into, "combine") for step, into in sent)
+
+    def given_back(
+        self,
+        part: _Part,
+        of_weights: Float[Array, "A 1"],
+        words: Array,
+        of_choices: Float[Array, "B K"],
+        returned: Entries | None,
+    ) -> tuple[Float[Array, "B K"], Entries]:
+        """Return the gradients of the weights of a part and of its rows, which are in the shape of exchanges."""
+        # On GPUs those of weights travel beside the products for gradients of rows, and these beside the products for
+        # gradients of experts.
+        of_choices, words = in_order_on_cuda(part.weights_back(of_weights, of_choices), words)
+        return of_choices, self.back(part, as_rows(words), returned)
 
     @jax.named_scope("combine")
     def entry_sums(self, returned: Entries) -> Entries:
@@ -264,7 +291,11 @@ def _served(inputs: Inputs, replicate: Replicate, route: Route, topology: Topolo
                 returned = one.back(part, sums, returned)
             assert returned is not None
             sums_of_entries = one.entry_sums(returned)
-            kept = Kept(rows=tuple(words) if saved.rows else None, products=tuple(products) if saved.hidden else None)
+            kept = Kept(
+                rows=tuple(words) if saved.rows else None,
+                products=tuple(products) if saved.hidden else None,
+                choices=tuple(part.choices for part in parts),
+            )
             return (sums_of_entries if total is None else jax.tree.map(jnp.add, total, sums_of_entries)), kept
 
         # The first round has the static index 0: the sizes of its lists are known.
@@ -336,27 +367,37 @@ def _gradients(
         one = _Round.of(i, weights.shape, plan.slots, receipt.lists, route, len(upstreams))
         before, of_slots, returned = None if sums is None else sums[2], None, None
         of_choices, weights_now = one.whole.returned(entry_weights), entry_weights
+        computed: list[_Part] = []
+        done: tuple[Array, Array] | None = None
         for number in range(len(one.of_chunks)):
-            part, saved = one.part(number, weights_now), kept.of_chunk(number)
+            saved, is_last = kept.of_chunk(number), number + 1 == len(one.of_chunks)
+            part = one.part(number, weights_now, saved.choices)
             sizes = part.places.group_sizes
             words, of_outputs = _received(part, now, saved, slots.replicas)
             rows = part.copies(unpack(as_rows(words)))
             products = saved.products or slots.inner_products(rows, sizes)
-            # The next chunk travels after these products: the compiler would run all beside the last exchange.
-            last, (now, weights_now) = in_order_on_tpu((of_outputs, products), (now, weights_now))
-            of_outputs, products = last
+            # The next chunk travels after these products, and gradients of the last one return after them: the compiler
+            # would run most products beside the last exchange.
+            inner, (now, weights_now, done) = in_order_on_tpu((of_outputs, products), (now, weights_now, done))
+            of_outputs, products = inner
+            if done is not None:
+                of_choices, returned = one.given_back(computed[-1], *done, of_choices, returned)
             batch = BackwardRows(rows, part.copy_weights(), part.copies(as_rows(of_outputs)), products)
-            is_last = number + 1 == len(one.of_chunks)
             of_rows, of_weights, of_slots = slots.pull_back(
                 batch, sizes, before, route.options, of_slots, is_last=is_last
             )
-            # Gradients of routing weights travel beside the products for gradients of rows. These travel beside the
-            # products for gradients of experts.
-            of_choices, words = in_order(part.weights_back(of_weights, of_choices), as_words(of_rows))
-            returned = one.back(part, part.sums(as_rows(words), None), returned)
+            computed.append(part)
+            done = of_weights, as_words(part.sums(of_rows, None))
+            if not is_last:
+                # Rows of the next chunk travel beside the products above, and gradients of its outputs beside its own.
+                done, now[0] = in_order_on_tpu(done, now[0])
+        assert done is not None
+        of_choices, returned = one.given_back(computed[-1], *done, of_choices, returned)
         # Gradients of replicas otherwise travel first, beside the products that hide those of rows.
         words, of_slots = in_order_on_tpu(jax.tree.map(as_words, returned), of_slots)
         of_entries = one.entry_sums(jax.tree.map(as_rows, words))
+        # These sums then run beside the last exchanges: the compiler would run them at the end.
+        of_entries, of_choices = in_order_on_tpu(of_entries, of_choices)
         total = of_entries, one.whole.choices(of_choices)
         return *(total if sums is None else jax.tree.map(jnp.add, sums[:2], total)), of_slots
 

@@ -1,22 +1,20 @@
 """One round: copies to the ranks, the experts' products, and results back.
 
 On NVIDIA GPUs XLA runs one exchange at a time, beside products that do not read its result. The order of the exchanges
-is therefore part of the design. A forward round may have several chunks. Chunk `c + 1` then travels beside the products
-of chunk `c`, and arrives before the outputs of chunk `c` return. In a backward round routing weights arrive first, then
-the rows. Gradients of the outputs travel beside the products that rematerialize the hidden activations. Gradients of
-routing weights return first, and gradients of rows beside the products for gradients of weights.
+is therefore part of the design. A round may have several chunks. Chunk `c + 1` then travels beside the products of
+chunk `c`, and forward it arrives before the outputs of chunk `c` return. In a backward round routing weights arrive
+first, then the rows. Gradients of the outputs travel beside the products that rematerialize the hidden activations.
+Gradients of routing weights return first, and gradients of rows beside the products for gradients of weights.
 
 With saved hidden activations, the gradients of outputs arrive first, and the rows travel beside the products that need
 no rows.
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from jax_moe_lb.collectives.ragged_all_to_all import as_rows, as_words, empty_buffer_now
 from jax_moe_lb.core.experts import Experts
@@ -29,6 +27,7 @@ from jax_moe_lb.transport.compression import packed, unpacked
 from jax_moe_lb.transport.exchange import (
     Copies,
     CopyWeights,
+    DispatchOptions,
     Exchange,
     Receipt,
     RoutingWeights,
@@ -53,11 +52,25 @@ FirstOfCopies = tuple[None, CopyWeights]
 RowWeights = Float[Array, "A 1"]
 """Factor of the output per row."""
 
-PullBack = Callable[[BackwardRows, GroupSizes, Any], tuple[Rows, RowWeights, Any]]
-"""Backward function of the rows of one round.
 
-It takes the rows, group sizes, and gradient sums of the experts (`None` at first). It returns gradients of the rows and
-of the weights, and the new sums."""
+@runtime_checkable
+class PullBack(Protocol):
+    """Backward functions of the rows of a chunk; see `Slots`."""
+
+    def inner_products(self, rows: Rows, group_sizes: GroupSizes) -> Products | None:
+        """Return the products of rows before the activation, for exchanges that follow them; else `None`."""
+
+    def pull_back(
+        self,
+        batch: BackwardRows,
+        group_sizes: GroupSizes,
+        sums: Any,
+        exchange: DispatchOptions,
+        of_chunks: Any = None,
+        *,
+        is_last: bool = True,
+    ) -> tuple[Rows, RowWeights, Any]:
+        """Return the gradients of rows and of the weights, and the new sums of those of experts."""
 
 
 class Batch(NamedTuple):
@@ -71,14 +84,17 @@ class Batch(NamedTuple):
 class Kept(NamedTuple):
     """Arrays saved for the backward pass by `Saved`; `None` if it transfers or computes them again."""
 
-    rows: Any = None  # rows received in the first round, in transfer format; by chunk in `serve_lists`
+    rows: Any = None  # rows received in the first round, in transfer format, by chunk
     replicas: Experts | None = None  # weights of the replica slots
-    products: Any = None  # products of these rows with `up` and gate; by chunk in `serve_lists`
+    products: Any = None  # products of these rows with `up` and gate, by chunk
+    choices: Any = None  # slots and weights of the choices of these rows, by chunk; of `serve_lists` alone, and always
 
     def of_chunk(self, number: int) -> "Kept":
-        """Return the rows and the products of one chunk."""
-        rows = None if self.rows is None else self.rows[number]
-        return Kept(rows, products=None if self.products is None else self.products[number])
+        """Return the rows, the products and the choices of one chunk."""
+        rows, products, choices = (
+            None if of_chunks is None else of_chunks[number] for of_chunks in (self.rows, self.products, self.choices)
+        )
+        return Kept(rows, None, products, choices)
 
 
 class Round(NamedTuple):
@@ -116,8 +132,8 @@ def serve_round(
     copies: TravellingRows,
     ffn: Callable[[Rows, GroupSizes], tuple[Rows, Products]],
     out: TravellingRows | None,
-) -> tuple[TravellingRows, ArrivedRows, Products]:
-    """Write the outputs of the copies of a round into `out`, or into a new array."""
+) -> tuple[TravellingRows, Kept]:
+    """Write the outputs of the copies of a round into `out`, or into a new array; also return rows and products."""
     with jax.named_scope("dispatch"):
         arrived = [one.send(copies, chunk) for chunk in one.chunks]
     products = []
@@ -132,52 +148,70 @@ def serve_round(
             out = one.send_back(words, chunk, empty_buffer_now(words, copies.shape[0]) if out is None else out)
     assert out is not None
     # Without `Saved`, these arrays are not used, and XLA removes them.
-    order = one.exchange.order_in_one_chunk(one.receipt, one.i) if len(one.chunks) > 1 else None
-    in_one = partial(_in_one, order=order)
-    return out, in_one(*(words for words, _ in arrived)), jax.tree.map(in_one, *products)
-
-
-def _in_one(*parts: Array, order: Int[Array, "A"] | None) -> Array:
-    """Return the rows of all chunks as one chunk, which is that of the backward pass."""
-    rows = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-    return rows if order is None else rows[order]
+    return out, Kept(tuple(words for words, _ in arrived), products=tuple(products))
 
 
 def gradient_round(
     one: Round,
     batch: Batch,
-    pull_back: PullBack,
+    slots: PullBack,
     carry: tuple[OfCopies | FirstOfCopies, SumsT],
     saved: Kept,
     before: PyTree,
-) -> tuple[OfCopies, SumsT]:
+) -> tuple[OfCopies, Any]:
     """Write the gradients of the copies of a round."""
-    with jax.named_scope("dispatch"):
-        row_weights, group_sizes = one.send(weights_in_order(batch.weights, one.receipt), 0)
-        words, row_weights, row_upstream = _received(one, batch, row_weights, saved, before)
-    (of_copies, of_weights), sums = carry
-    rows = BackwardRows(one.decoded(words), row_weights, as_words(row_upstream), saved.products)
-    of_rows, of_row_weights, sums = pull_back(rows, group_sizes, sums)
-    with jax.named_scope("combine"):
-        # The barrier sets the layout of the rows, which is that of exchanges.
-        of_weights, travelling = in_order(one.send_back(of_row_weights, 0, of_weights), as_words(of_rows))
-        of_rows = as_rows(travelling)
-        if of_copies is None:
-            of_copies = empty_buffer_now(of_rows, batch.weights.size)
-        of_copies = one.send_back(of_rows, 0, of_copies)
-    return (of_copies, of_weights), sums
+    (of, sums), of_slots = carry, None
+    done: tuple[Array, RowWeights] | None = None
+    for chunk in one.chunks:
+        kept, is_last = saved.of_chunk(chunk), chunk + 1 == len(one.chunks)
+        with jax.named_scope("dispatch"):
+            row_weights, group_sizes = one.send(weights_in_order(batch.weights, one.receipt), chunk)
+            words, row_weights, row_upstream = _received(one, chunk, batch, row_weights, kept, before)
+        rows, upstream, products = one.decoded(words), as_words(row_upstream), kept.products
+        if len(one.chunks) > 1:
+            # The next chunk travels after these products, and gradients of the last one return after them: the compiler
+            # would run most products beside the last exchange.
+            products = products or slots.inner_products(rows, group_sizes)
+            (upstream, products), (batch, done) = in_order_on_tpu((upstream, products), (batch, done))
+        of = of if done is None else _returned(one, chunk - 1, *done, of)
+        of_chunk = BackwardRows(rows, row_weights, upstream, products)
+        of_rows, of_row_weights, of_slots = slots.pull_back(
+            of_chunk, group_sizes, sums, one.exchange, of_slots, is_last=is_last
+        )
+        done = as_words(of_rows), of_row_weights
+        if not is_last:
+            # Rows of the next chunk travel beside the products above, and gradients of its outputs beside its own.
+            done, next_upstream = in_order_on_tpu(done, batch.upstream)
+            batch = batch._replace(upstream=next_upstream)
+    assert done is not None
+    return _returned(one, one.chunks[-1], *done, of), of_slots
+
+
+@jax.named_scope("combine")
+def _returned(
+    one: Round, chunk: int, words: Array, of_row_weights: RowWeights, of: OfCopies | FirstOfCopies
+) -> OfCopies:
+    """Write the gradients of the rows of a chunk, in the layout of exchanges, and of their weights into `of`."""
+    of_copies, of_weights = of
+    # On TPUs the products of the next chunk follow at once: those of the last one would wait for the weights.
+    ordered = in_order if chunk + 1 == len(one.chunks) else in_order_on_cuda
+    of_weights, words = ordered(one.send_back(of_row_weights, chunk, of_weights), words)
+    of_rows = as_rows(words)
+    if of_copies is None:
+        of_copies = empty_buffer_now(of_rows, of_weights.shape[0])
+    return one.send_back(of_rows, chunk, of_copies), of_weights
 
 
 def _received(
-    one: Round, batch: Batch, row_weights: RowWeights, saved: Kept, before: PyTree
+    one: Round, chunk: int, batch: Batch, row_weights: RowWeights, saved: Kept, before: PyTree
 ) -> tuple[ArrivedRows, RowWeights, Rows]:
-    """Return the rows of a backward round, their weights, and the output gradients."""
+    """Return the rows of a chunk of a backward round, their weights, and the output gradients."""
     per_token, words, upstream = batch.weights.shape[1], saved.rows, batch.upstream
     if saved.rows is None and saved.products is None:
         row_weights, tokens = in_order_on_tpu(row_weights, batch.tokens)
         copies = to_sending_order(tokens, one.receipt, per_token)
         row_weights, copies = in_order_on_cuda(row_weights, copies)
-        words, _ = one.send(copies, 0)
+        words, _ = one.send(copies, chunk)
     # The gradients are gathered after the copies are sent, into the same memory.
     (words, before), upstream = in_order((words, before), upstream)
     is_saved = saved.rows is not None or saved.products is not None
@@ -188,8 +222,8 @@ def _received(
     of_outputs = to_sending_order(upstream, one.receipt, per_token)
     if is_saved:
         row_weights, of_outputs = in_order_on_cuda(row_weights, of_outputs)
-    row_upstream, _ = one.send(of_outputs, 0)
+    row_upstream, _ = one.send(of_outputs, chunk)
     if words is None:
         row_upstream, tokens = in_order(row_upstream, batch.tokens)
-        words, _ = one.send(to_sending_order(tokens, one.receipt, per_token), 0)
+        words, _ = one.send(to_sending_order(tokens, one.receipt, per_token), chunk)
     return words, row_weights, row_upstream

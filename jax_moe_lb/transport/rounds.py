@@ -32,7 +32,6 @@ from jax_moe_lb.transport.exchange import (
     weights_by_token,
 )
 from jax_moe_lb.transport.one_round import (
-    ArrivedRows,
     Batch,
     FirstOfCopies,
     Kept,
@@ -45,7 +44,7 @@ from jax_moe_lb.transport.one_round import (
     serve_round,
 )
 from jax_moe_lb.transport.replicate import Replicate
-from jax_moe_lb.transport.slot_weights import Slots, narrowed, optimization_barrier, widened
+from jax_moe_lb.transport.slot_weights import Slots, narrowed, optimization_barrier, traced_platform, widened
 
 ResidualsT = TypeVar("ResidualsT")
 
@@ -55,7 +54,7 @@ InputGradients = tuple[Tokens, RoutingWeights, Experts, None, None]
 
 Residuals = tuple[Tokens, RoutingWeights, Experts, Plan, Receipt, Kept]
 
-KEPT_NAMES = ("moe_dispatched_rows", "moe_replicas", "moe_hidden")
+KEPT_NAMES = ("moe_dispatched_rows", "moe_replicas", "moe_hidden", "moe_choices")
 """Names of the fields of `Kept` for policies of `jax.checkpoint`."""
 
 
@@ -102,9 +101,7 @@ def serve_rounds(
 
     saved = exchange.saved
 
-    def one_round(
-        i: Array, out: TravellingRows | None, keeps_products: bool
-    ) -> tuple[TravellingRows, ArrivedRows, Products]:
+    def one_round(i: Array, out: TravellingRows | None, keeps_products: bool) -> tuple[TravellingRows, Kept]:
         # The barrier makes every round gather its copies. Otherwise XLA hoists the gather, and the copies stay in
         # memory.
         now = optimization_barrier(i, travelling)
@@ -116,15 +113,36 @@ def serve_rounds(
     def further(i: Array, carry: tuple[TravellingRows, None]) -> tuple[TravellingRows, None]:
         return one_round(i, carry[0], False)[0], None
 
-    out, rows, products = one_round(jnp.int32(0), None, saved.hidden)
-    kept = Kept(rows=rows if saved.rows else None, products=products if saved.hidden else None)
+    out, kept = one_round(jnp.int32(0), None, saved.hidden)
+    kept = _of_backward_chunks(kept, exchange, receipt)
+    kept = Kept(kept.rows if saved.rows else None, products=kept.products if saved.hidden else None)
     return overflow_rounds(receipt, exchange, further, (out, None))[0], kept
+
+
+def _backward_exchange(exchange: Exchange, num_copies: int) -> Exchange:
+    """Return the exchange of the backward pass."""
+    # The kernels of GPUs do not add to gradients of weights, so their sums over chunks take longer than they hide.
+    in_chunks = traced_platform() != "gpu"
+    return exchange if in_chunks else replace(exchange, buffers=exchange.buffers.in_one_chunk(num_copies))
+
+
+def _of_backward_chunks(kept: Kept, exchange: Exchange, receipt: Receipt) -> Kept:
+    """Return the arrays of the first round by the chunks of the backward pass."""
+    if exchange.buffers.chunks == _backward_exchange(exchange, receipt.order.size).buffers.chunks:
+        return kept
+    order = exchange.order_in_one_chunk(receipt, jnp.int32(0))
+
+    def in_one(*parts: Array) -> Array:
+        rows = jnp.concatenate(parts)
+        return rows if order is None else rows[order]
+
+    return Kept((in_one(*kept.rows),), products=(jax.tree.map(in_one, *kept.products),))
 
 
 def gradient_rounds(
     batch: Batch,
     receipt: Receipt,
-    pull_back: PullBack,
+    slots: PullBack,
     exchange: Exchange,
     topology: Topology,
     saved: Kept = Kept(),
@@ -139,7 +157,7 @@ def gradient_rounds(
     def one_round(i: Array, carry: tuple[OfCopies | FirstOfCopies, Any], saved: Kept = Kept()) -> tuple[OfCopies, Any]:
         now, upstream_now = optimization_barrier(i, (travelling, upstream))
         one = Round(i, receipt, exchange, topology, tokens)
-        return gradient_round(one, Batch(now, weights, upstream_now), pull_back, carry, saved, before)
+        return gradient_round(one, Batch(now, weights, upstream_now), slots, carry, saved, before)
 
     of_weights = empty_buffer(weights.reshape(-1, 1), weights.size)
     first = one_round(jnp.int32(0), ((None, of_weights), None), saved)
@@ -242,10 +260,8 @@ def _gradients(
     slots = Slots.of(experts, plan, again, topology, kept.replicas)
     batch = Batch(tokens, weights, upstream)
     before = () if replicate.uses_copy_engines else slots.replicas
-    # With chunks, the gradients of weights would have a sum over chunks, which takes longer than it hides.
-    exchange = replace(exchange, buffers=exchange.buffers.in_one_chunk(weights.size))
-    pull_back = partial(slots.pull_back, exchange=exchange)
-    (of_copies, of_weights), of_slots = gradient_rounds(batch, receipt, pull_back, exchange, topology, kept, before)
+    exchange = _backward_exchange(exchange, weights.size)
+    (of_copies, of_weights), of_slots = gradient_rounds(batch, receipt, slots, exchange, topology, kept, before)
     # Gradients of replicas otherwise travel first, beside the products that hide those of rows. The barrier sets the
     # layout of its arrays, so copies pass in that of exchanges.
     words, of_slots = in_order_on_tpu(as_words(of_copies), of_slots)

@@ -87,7 +87,9 @@ class Slots(NamedTuple):
     @jax.named_scope("experts")
     def inner_products(self, rows: Rows, group_sizes: GroupSizes) -> Products | None:
         """Return the products of rows before the activation on TPUs, for exchanges that follow them; else `None`."""
-        return fused_inner_products(rows, self.weights(group_sizes), group_sizes) if _platform() == "tpu" else None
+        return (
+            fused_inner_products(rows, self.weights(group_sizes), group_sizes) if traced_platform() == "tpu" else None
+        )
 
     @jax.named_scope("experts")
     def pull_back(
@@ -147,7 +149,7 @@ class Slots(NamedTuple):
         def of_last_products(after: Array) -> Experts | ExpertParts:
             return in_form(self.again(after))
 
-        at, last = in_form(self.weights(group_sizes)), of_last_products if _platform() == "gpu" else None
+        at, last = in_form(self.weights(group_sizes)), of_last_products if traced_platform() == "gpu" else None
         return grouped_ffn_gradients(batch, at, RowGroups(group_sizes, self.is_read), sums_dtype, sums, last)
 
     def gradients_at_home(
@@ -191,8 +193,8 @@ def _are_experts(node: object) -> bool:
     return isinstance(node, Experts)
 
 
-def _platform() -> Literal["cpu", "tpu", "gpu"] | None:
-    # A program traced for an abstract mesh without devices has no platform.
+def traced_platform() -> Literal["cpu", "tpu", "gpu"] | None:
+    """Return the platform of the mesh; `None` for an abstract mesh without devices."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
         return None
@@ -202,7 +204,7 @@ def _platform() -> Literal["cpu", "tpu", "gpu"] | None:
 
 
 def _is_accelerator() -> bool:
-    return _platform() in ("gpu", "tpu")
+    return traced_platform() in ("gpu", "tpu")
 
 
 def in_form_of(experts: Experts, sums: Experts) -> Experts:

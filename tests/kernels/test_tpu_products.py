@@ -198,7 +198,7 @@ def test_a_layer_equals_the_dense_one(dispatch, chunks, monkeypatch):
     """It reads parts and activates inside the kernels; gradients of chunks are added, and of replicas come home."""
     monkeypatch.setattr(op, "_by_platform", on_platform(KERNEL, "tpu"))
     monkeypatch.setattr(grouped_ffn, "_on_device", lambda fused, other, *operands: fused(*operands))
-    monkeypatch.setattr(slot_weights, "_platform", lambda: "tpu")
+    monkeypatch.setattr(slot_weights, "traced_platform", lambda: "tpu")
     mesh, case = make_mesh((2,), ("expert",)), Case(num_tokens=24, features=124, mlp_dim=128, num_experts=4)
     args = case.arguments("zipf", 2, "bfloat16")
     system = exact(1, Buffers(1.5, 1, chunks), dispatch=dispatch)

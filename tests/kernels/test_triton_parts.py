@@ -94,7 +94,7 @@ def test_parts_equal_one_array_bitwise(sizes, fused, biased, adapted, monkeypatc
 def test_a_layer_on_a_gpu_reads_parts_by_default(max_rounds, monkeypatch):
     """It equals the joined form bitwise, and the dense layer; gradients of replicas come home."""
     with_kernels_of_gpus(monkeypatch)
-    monkeypatch.setattr(slot_weights, "_platform", lambda: "gpu")
+    monkeypatch.setattr(slot_weights, "traced_platform", lambda: "gpu")
     mesh, case = make_mesh((2,), ("expert",)), Case(num_tokens=24, features=124, mlp_dim=128, num_experts=4)
     x, mask, kernel, experts, target = case.arguments("zipf", 2, "bfloat16")
     # Fused beforehand, so that both forms multiply by gate and up together.

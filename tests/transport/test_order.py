@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -134,13 +135,28 @@ def test_the_next_chunk_arrives_before_outputs_return(monkeypatch):
     assert graph.names_before("rows back 0") == {"rows 0", "rows 1"}
 
 
-def backward_graph(pull_back, saved=lambda array: Kept()):
+@dataclass(frozen=True)
+class NamedProducts:
+    """Backward functions of a round, of which the second computes gradients of rows and of weights."""
+
+    of_rows: Callable
+    counts: Counter = field(default_factory=Counter)
+
+    def inner_products(self, rows, group_sizes):
+        self.counts["products"] += 1
+        return (checkpoint_name(rows, f"products {self.counts['products'] - 1}"),)
+
+    def pull_back(self, batch, group_sizes, sums, exchange, of_chunks=None, *, is_last=True):
+        return *self.of_rows(batch), None
+
+
+def backward_graph(of_rows, saved=lambda array: Kept(), chunks=1):
     """Return the graph of a backward round, of which `saved` returns the arrays saved by the forward pass."""
 
     def backward(tokens, weights, upstream, of_copies, of_weights, array, replicas):
         carry, batch = ((of_copies, of_weights), None), Batch(tokens, weights, upstream)
         before = checkpoint_name(replicas, "replicas")
-        return gradient_round(named_round(1), batch, pull_back, carry, saved(array), before)[0]
+        return gradient_round(named_round(chunks), batch, NamedProducts(of_rows), carry, saved(array), before)[0]
 
     return Graph(backward, ones(2), ones(1), ones(2), ones(2), ones(1), ones(2), ones(1))
 
@@ -148,11 +164,11 @@ def backward_graph(pull_back, saved=lambda array: Kept()):
 def test_exchanges_of_a_backward_round_have_an_order(monkeypatch):
     order(monkeypatch, one_round)
 
-    def pull_back(batch, sizes, sums):
+    def of_rows(batch):
         rows = checkpoint_name(batch.rows, "arrived") + batch.upstream
-        return rows, batch.weights + batch.upstream[:, :1], None
+        return rows, batch.weights + batch.upstream[:, :1]
 
-    graph = backward_graph(pull_back)
+    graph = backward_graph(of_rows)
     assert graph.names_before("rows 0") == {"weights 0"}
     first = {"rows 0", "weights 0", "replicas"}
     assert graph.names_before("rows 1") == first
@@ -164,10 +180,29 @@ def test_exchanges_of_a_backward_round_have_an_order(monkeypatch):
     assert graph.source[id(arrived.invars[0])].primitive.name == "optimization_barrier"
 
 
+def test_the_next_chunk_of_a_backward_round_travels_after_the_products_of_rows(monkeypatch):
+    order(monkeypatch, one_round)
+
+    def of_rows(batch):
+        return checkpoint_name(batch.rows, f"of rows {next(chunk)}") + batch.upstream + batch.products[0], batch.weights
+
+    chunk = itertools.count()
+    graph = backward_graph(of_rows, chunks=2)
+    assert graph.names_before("products 0") == {"weights 0", "rows 0", "replicas"}
+    first = {"weights 0", "rows 0", "replicas", "products 0", "rows 1"}
+    # Rows of the next chunk travel beside the products for gradients of rows, and gradients of its outputs after these.
+    assert graph.names_before("weights 1") == first
+    assert graph.names_before("rows 2") == first | {"weights 1"}
+    assert graph.names_before("rows 3") == first | {"weights 1", "rows 2", "of rows 0"}
+    # The gradients of a chunk return after the first products of the next one.
+    before = first | {"weights 1", "rows 2", "rows 3", "products 1", "of rows 0"}
+    assert before <= graph.names_before("rows back 0") <= before | {"weights back 0"}
+
+
 def test_gradients_of_outputs_travel_after_weights_if_rows_are_saved(monkeypatch):
     """They travel beside the products of the rows; the weights of rows arrive before, beside the gather."""
     order(monkeypatch, one_round)
-    graph = backward_graph(lambda one, *_: (*one[:2], None), Kept)
+    graph = backward_graph(lambda one: one[:2], lambda rows: Kept((rows,)))
     assert graph.names_before("weights 0") == set()
     assert graph.names_before("rows 0") == {"replicas", "weights 0"}
 
@@ -176,10 +211,10 @@ def test_rows_travel_last_if_hidden_activations_are_saved(monkeypatch):
     """Only gradients of `up` and gate need rows, so the rows travel beside the other products."""
     order(monkeypatch, one_round)
 
-    def pull_back(batch, sizes, sums):
-        return checkpoint_name(batch.upstream, "products need") + batch.rows + batch.products[0], batch.weights, None
+    def of_rows(batch):
+        return checkpoint_name(batch.upstream, "products need") + batch.rows + batch.products[0], batch.weights
 
-    graph = backward_graph(pull_back, lambda product: Kept(products=(product,)))
+    graph = backward_graph(of_rows, lambda product: Kept(products=((product,),)))
     of_outputs = {"replicas", "weights 0"}
     assert graph.names_before("rows 0") == of_outputs
     assert graph.names_before("rows 1") == graph.names_before("products need") == of_outputs | {"rows 0"}

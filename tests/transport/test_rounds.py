@@ -66,7 +66,7 @@ FORMS = {
 def test_forms_of_accelerators_equal_dense(system, form, monkeypatch, x64):
     """Gate and up are adjacent in the backward pass, and experts are in parts for Triton kernels; includes biases."""
     platform, max_rounds, in_parts = FORMS[form]
-    monkeypatch.setattr(slot_weights, "_platform", lambda: platform)
+    monkeypatch.setattr(slot_weights, "traced_platform", lambda: platform)
     monkeypatch.setattr(slot_weights, "takes_parts", lambda parts: in_parts)
     monkeypatch.setattr(grouped_ffn, "products_are_by_group", lambda: False)
     mesh, case, system = make_mesh((8,), ("expert",)), Case(), FORM_SYSTEMS[system]
@@ -92,7 +92,7 @@ def test_gate_goes_in_up_where_less_is_moved(num_rows, are_joined, in_parts, goe
     monkeypatch.setattr(slot_weights, "takes_parts", lambda parts: not are_joined)
     rows, slots = jnp.zeros((num_rows, 4)), slot_weights.Slots(experts, experts if in_parts else None)
     assert not slots.fuse_gate_up(rows)
-    monkeypatch.setattr(slot_weights, "_platform", lambda: "tpu")
+    monkeypatch.setattr(slot_weights, "traced_platform", lambda: "tpu")
     assert slots.fuse_gate_up(rows) == goes
     assert not slots._replace(home=experts.fused()).fuse_gate_up(rows)
 
@@ -100,7 +100,7 @@ def test_gate_goes_in_up_where_less_is_moved(num_rows, are_joined, in_parts, goe
 @parametrize("platform", ["cpu"], ["gpu"])
 def test_gradients_of_many_rounds_lose_no_small_addends(platform, monkeypatch):
     """The first round has the dtype of the weights; further ones are added in float32, or in two halves."""
-    monkeypatch.setattr(slot_weights, "_platform", lambda: platform)
+    monkeypatch.setattr(slot_weights, "traced_platform", lambda: platform)
     mesh, args = make_mesh((8,), ("expert",)), Case().arguments("zipf", 8, "bfloat16", "bfloat16")
 
     def gradients(headroom):
