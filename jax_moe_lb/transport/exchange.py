@@ -128,8 +128,8 @@ class Saved:
         replicas: save the weights of the replica slots, `S - L` experts per layer; named "moe_replicas". False by
             default.
         rows: save the rows received in the first round, `A` rows of width `H` in transfer format per layer; named
-            "moe_dispatched_rows". Further rounds send their copies again. `Direct` copies chunks into one array. False
-            by default.
+            "moe_dispatched_rows". Further rounds send their copies again. On GPUs `Direct` copies chunks into one
+            array. False by default.
         hidden: save the hidden activations of these rows, as their products with `up` and gate: two arrays of `A` rows
             of width `F` in the dtype of the tokens per layer, one without a gate; named "moe_hidden". The backward pass
             then has 12 instead of 16 units of operations, of 6 in the forward pass. Further rounds compute them again.
