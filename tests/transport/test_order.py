@@ -276,7 +276,7 @@ def test_chunks_and_saved_arrays_leave_values_unchanged(dispatch, saved, options
 
 
 @functools.cache
-def exchanges(system, sizes, policy=None):
+def exchanges(system, sizes, policy=None, *, compiled=False):
     """Count the exchanges of a layer and its gradients, rematerialized by a policy if given."""
     layer = layer_of(system, *sizes)
 
@@ -285,8 +285,10 @@ def exchanges(system, sizes, policy=None):
         run = run if policy is None else jax.checkpoint(run, policy=policy)
         return (run(kernel, experts)[0] * target).sum()
 
-    traced = jax.jit(jax.value_and_grad(loss, argnums=(0, 2, 3))).trace(*arguments())
-    return traced.lower().as_text().count("@moe_lb_ragged_exchange(")
+    lowered = jax.jit(jax.value_and_grad(loss, argnums=(0, 2, 3))).lower(*arguments())
+    if compiled:
+        return lowered.compile().as_text().count('custom_call_target="moe_lb_ragged_exchange"')
+    return lowered.as_text().count("@moe_lb_ragged_exchange(")
 
 
 @pytest.mark.slow
@@ -318,6 +320,17 @@ def test_saved_arrays_are_not_transferred_again(saved, names, fewer):
     policy, system = jax.checkpoint_policies.save_only_these_names, exact(2, Buffers(max_rounds=1))
     before = exchanges(system, (8,), policy(*CHECKPOINT_NAMES))
     assert exchanges(system.replace(saved=saved), (8,), policy(*CHECKPOINT_NAMES, *names)) == before - fewer
+
+
+@pytest.mark.slow
+@parametrize("dispatch", ["once"], ["forward"])
+def test_received_choices_are_not_transferred_again(dispatch):
+    """They are saved without an option; after a policy without their name, XLA keeps their exchanges alone."""
+    policy, system = jax.checkpoint_policies.save_only_these_names, exact(2, Buffers(max_rounds=1), dispatch=dispatch)
+    count = partial(exchanges, system, MESHES[dispatch], compiled=True)
+    without, saved = (count(policy(*CHECKPOINT_NAMES, *names)) for names in ((), ("moe_choices",)))
+    # `Forward` has an exchange on each hop.
+    assert saved == without - {"once": 1, "forward": 2}[dispatch]
 
 
 @pytest.mark.slow
