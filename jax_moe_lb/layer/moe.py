@@ -38,7 +38,8 @@ CHECKPOINT_NAMES = (ROUTING_NAME, "moe_plan")
 
 Pass these names to `save_only_these_names` to save a few integers per token. A layer inside `jax.checkpoint` then
 neither routes nor plans again. The layer saves no expert outputs. With `Saved` it also saves token copies, replicas or
-hidden activations: add the names "moe_dispatched_rows", "moe_replicas" and "moe_hidden" to the policy.
+hidden activations: add the names "moe_dispatched_rows", "moe_replicas" and "moe_hidden" to the policy. `Once` and
+`Forward` save the slots and weights of the choices that a rank receives, named "moe_choices".
 """
 
 

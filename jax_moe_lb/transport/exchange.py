@@ -70,9 +70,10 @@ class Buffers:
         max_rounds: number of rounds. `None` (default) runs as many as the plan needs, in a loop; the host of a GPU
             waits before each iteration. A number runs exactly that many without a loop, and a plan with more rounds is
             a fault. 1 is usual with balancers that guarantee a load below the headroom.
-        chunks: parts of the buffer with exchanges of their own, in the forward pass of `Direct` and in both passes of
-            `Once`; 1 by default. With 2, the exchange of one part overlaps with products of the other. Values are
-            equal, but gradients of experts are sums over the chunks. Chunks of `Forward` are parts of the tokens.
+        chunks: parts of the buffer with exchanges of their own, in both passes of `Once` and `Direct`, but on GPUs in
+            the forward pass of `Direct` alone; 1 by default. With 2, the exchange of one part overlaps with products of
+            the other. Values are equal, but gradients of experts are sums over the chunks. Chunks of `Forward` are
+            parts of the tokens.
 
     Raises:
         ValueError: `headroom` is not positive and finite, or `max_rounds` or `chunks` is below 1.

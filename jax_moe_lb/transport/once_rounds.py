@@ -1,8 +1,9 @@
 """`serve_lists`: expert computation in rounds of lists, forward and backward, in the memory of one round.
 
 It is `in_rounds` for dispatches whose rows are entries instead of copies: `Once` and `Forward`. The residuals are the
-layer inputs, the plan, the lists, which are integers, and the arrays of `Saved`. Each backward round sends the entries
-again, unless they are saved, and the gradients of their outputs.
+layer inputs, the plan, the lists, which are integers, the slots and weights of received choices in the first round, and
+the arrays of `Saved`. Each backward round sends the entries again, unless they are saved, and the gradients of their
+outputs.
 """
 
 import math

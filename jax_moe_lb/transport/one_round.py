@@ -193,7 +193,7 @@ def _returned(
 ) -> OfCopies:
     """Write the gradients of the rows of a chunk, in the layout of exchanges, and of their weights into `of`."""
     of_copies, of_weights = of
-    # On TPUs the products of the next chunk follow at once: those of the last one would wait for the weights.
+    # On TPUs this order would raise temporaries in all chunks but the last one.
     ordered = in_order if chunk + 1 == len(one.chunks) else in_order_on_cuda
     of_weights, words = ordered(one.send_back(of_row_weights, chunk, of_weights), words)
     of_rows = as_rows(words)

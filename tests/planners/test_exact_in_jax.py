@@ -138,7 +138,7 @@ def test_a_plan_ends_with_the_most_replicas():
 @pytest.mark.parametrize(
     ("shape", "slots", "max_fan_out"),
     # One vector of ranks, three, and three of four ranks.
-    [((1, 2), 1, 2), ((5, 8), 3, 24), ((1, 24), 2, 48), ((2, 12), 2, 3)],
+    [((1, 2), 1, 2), ((2, 8), 2, 3), ((5, 8), 3, 24), ((1, 24), 2, 48), ((2, 12), 2, 3)],
 )
 def test_the_kernel_of_tpus_makes_the_same_plans(shape, slots, max_fan_out):
     """Interpreted, for candidates of different limits, orders and numbers of replicas; also of two domains."""
