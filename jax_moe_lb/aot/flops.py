@@ -173,12 +173,14 @@ def product_form(module: Module, computation: Computation, instruction: Instruct
         inside = [(part, one) for part in module.called(instruction) for one in part if flops_of(module, part, one)]
         if inside:
             return product_form(module, *max(inside, key=lambda found: flops_of(module, *found)))
-    operands = [shape for operand in computation.operands(instruction) for shape in operand.shapes]
-    kernel = _kernel_name(instruction)
-    grouped = [shape for shape in (*operands, *instruction.shapes) if len(shape.dims) == 3]
+    # A kernel may have an operand twice, for two blocks of it.
+    unique = {one.name: one for one in computation.operands(instruction)}.values()
+    operands = [_in_rows(shape, instruction) for operand in unique for shape in operand.shapes]
+    results, kernel = [_in_rows(shape, instruction) for shape in instruction.shapes], _kernel_name(instruction)
+    grouped = [shape for shape in (*operands, *results) if len(shape.dims) == 3]
     is_kernel = instruction.opcode == "custom-call" and "lhs_contracting_dimensions" not in instruction.attributes
     if grouped and (instruction.opcode == "ragged-dot" or (is_kernel and "fmha" not in instruction.target)):
-        form = _grouped_form(operands, instruction.shapes, grouped, kernel)
+        form = _grouped_form(operands, results, grouped, kernel)
         return replace(form, padding=_padding(instruction, operands))
     # A batch of a product counts as rows.
     dims = max(instruction.shapes, key=lambda shape: shape.nbytes).dims or (1,)
@@ -188,8 +190,15 @@ def product_form(module: Module, computation: Computation, instruction: Instruct
     return ProductForm("dense", kernel, dtype, math.prod(dims[:-1]), dims[-1])
 
 
+def _in_rows(shape: ArrayShape, kernel: Instruction) -> ArrayShape:
+    """Return rows of a kernel in the layout of exchanges, `[A, 2, H / 2]`, as a matrix."""
+    sizes = SIZES.search(kernel.text("op_name"))
+    is_words = sizes is not None and len(shape.dims) == 3 and shape.dims[0] == int(sizes[1])
+    return replace(shape, dims=(shape.dims[0], math.prod(shape.dims[1:]))) if is_words else shape
+
+
 def _grouped_form(
-    operands: list[ArrayShape], results: tuple[ArrayShape, ...], grouped: list[ArrayShape], kernel: str
+    operands: list[ArrayShape], results: list[ArrayShape], grouped: list[ArrayShape], kernel: str
 ) -> ProductForm:
     weights = max(grouped, key=lambda shape: shape.nbytes)
     inner, outer = weights.dims[1:]

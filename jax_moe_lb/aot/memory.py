@@ -191,7 +191,9 @@ class MemoryTraffic:
             return 2 * self._held(operands[UPDATES[opcode]])
         if opcode in PICKS:
             return 2 * self._held(instruction)
-        return sum(map(self._held, operands)) + self._held(instruction)
+        # A kernel may have an operand twice, for two blocks of it.
+        unique = {one.name: one for one in operands}.values()
+        return sum(map(self._held, unique)) + self._held(instruction)
 
     def _transfer(self, computation: Computation, end: Instruction) -> int:
         """Count an asynchronous operation at the end, which has the shape of the result."""

@@ -55,6 +55,9 @@ Load = Int[AnyArray, "R"]
 Rows = Float[Array, "A H"]
 """Token copies on the rank serving them, sorted by slot."""
 
+ReceivedRows = Float[Array, "A *H"]
+"""The same, or `[A, P, H / P]` as an exchange wrote them, which kernels for TPUs read without a change of layout."""
+
 GroupSizes = Int[Array, "S"]
 """Rows per slot. The sum is at most `A`; rows beyond the sum are padding."""
 

@@ -21,13 +21,16 @@ from jaxtyping import Array, Float
 from jax_moe_lb.core.experts import Experts, swiglu
 from jax_moe_lb.core.manual_axes import unvarying_call, vary_alike
 from jax_moe_lb.core.schedule import in_order, in_order_on_tpu
-from jax_moe_lb.core.types import DType, GroupSizes, Rows
+from jax_moe_lb.core.types import DType, GroupSizes, ReceivedRows, Rows
 from jax_moe_lb.kernels.fused_products import Epilogue, Factor, Results, Term
 from jax_moe_lb.kernels.operands import BackwardRows, RowGroups
 
 Parts = tuple[Experts, ...]
 Products = tuple[Float[Array, "A F"], ...]
 """Products with `up` and, if there is one, with the gate."""
+
+Others = tuple[Float[Array, "A *_"], ...]
+"""Products or `ReceivedRows`, as neighboring columns."""
 
 ARITHMETIC = {"add", "add_any", "sub", "mul", "div", "neg", "sign", "abs", "square", "integer_pow", "one_minus_square"}
 FUNCTIONS = {"exp", "exp2", "log", "tanh", "erf", "logistic", "sqrt", "rsqrt"}
@@ -61,18 +64,17 @@ def gradients(
     before: Parts | None = None,
 ) -> tuple[Rows, Float[Array, "A 1"], dict[str, tuple[Array, ...]]]:
     """Return the gradients of rows, of row weights, and of each kind of weights in parts, added to `before`."""
-    (rows, weights, words, saved), group_sizes = batch, groups.sizes
+    (rows, weights, upstream, saved), group_sizes = batch, groups.sizes
     sizes = tuple(part.up.shape[0] for part in experts)
 
-    def outers(kind: str, left: Array, right: Products) -> tuple[Array, ...]:
+    def outers(kind: str, left: Array, right: Others) -> tuple[Array, ...]:
         sums = None if before is None else tuple(getattr(part, kind) for part in before)
         return weight_gradients(left, right, groups, sizes, dtype, sums)
 
     kept: Products = saved or inner_products(rows, experts, group_sizes)
-    if words.ndim > 2:
+    if upstream.ndim > 2:
         # Otherwise the exchange of these gradients may end before the products, and nothing runs beside it.
-        kept, words = in_order_on_tpu(kept, words)
-    upstream = words.reshape(rows.shape)
+        kept, upstream = in_order_on_tpu(kept, upstream)
     of_products, hidden, of_weights = activation_gradients(kept, weights, experts, group_sizes, upstream)
     of_kinds = {"down": outers("down", hidden, (upstream,))}
     last = experts if again is None else again(of_products[0])
@@ -89,7 +91,7 @@ def gradients(
 
 
 def hidden_and_products(
-    rows: Rows, experts: Parts, group_sizes: GroupSizes, *, keeps_products: bool
+    rows: ReceivedRows, experts: Parts, group_sizes: GroupSizes, *, keeps_products: bool
 ) -> tuple[Float[Array, "A F"], Products]:
     """Return the hidden activations and, if they are kept, the products before the activation."""
     activation, count = _activation(experts[0]), _num_products(experts[0])
@@ -97,7 +99,7 @@ def hidden_and_products(
     def activate(tiles: list[Array], operands: list[Array], weights: Array | None) -> tuple[list[Array], Any]:
         return [activation(*tiles), *(tiles if keeps_products else ())], None
 
-    def compute(rows: Rows, experts: Parts, group_sizes: GroupSizes) -> tuple[Array, ...]:
+    def compute(rows: ReceivedRows, experts: Parts, group_sizes: GroupSizes) -> tuple[Array, ...]:
         term, epilogue = Term(rows, _inner_factors(experts)), Epilogue(activate, 1 + count * keeps_products)
         width, run = experts[0].down.shape[1], _kernels().products
         return run([term], width, group_sizes, transposed=False, epilogue=epilogue, name="grouped_hidden").arrays
@@ -116,10 +118,10 @@ def outputs(hidden: Float[Array, "A F"], experts: Parts, group_sizes: GroupSizes
     return _call(compute, hidden, experts, group_sizes)
 
 
-def inner_products(rows: Rows, experts: Parts, group_sizes: GroupSizes) -> Products:
+def inner_products(rows: ReceivedRows, experts: Parts, group_sizes: GroupSizes) -> Products:
     """Return the products before the activation, of one kernel; arguments as for `hidden_and_products`."""
 
-    def compute(rows: Rows, experts: Parts, group_sizes: GroupSizes) -> Products:
+    def compute(rows: ReceivedRows, experts: Parts, group_sizes: GroupSizes) -> Products:
         term, width = Term(rows, _inner_factors(experts)), experts[0].down.shape[1]
         return _kernels().products([term], width, group_sizes, transposed=False, name="grouped_inner").arrays
 
@@ -127,7 +129,7 @@ def inner_products(rows: Rows, experts: Parts, group_sizes: GroupSizes) -> Produ
 
 
 def activation_gradients(
-    kept: Products, weights: Float[Array, "A 1"], experts: Parts, group_sizes: GroupSizes, upstream: Rows
+    kept: Products, weights: Float[Array, "A 1"], experts: Parts, group_sizes: GroupSizes, upstream: ReceivedRows
 ) -> tuple[Products, Float[Array, "A F"], Float[Array, "A 1"]]:
     """Return the gradients of the products, the weighted hidden activations and the gradients of the row weights."""
     activation, count = _activation(experts[0]), _num_products(experts[0])
@@ -138,7 +140,7 @@ def activation_gradients(
         )
         return [*gradients, hidden * weights], hidden * tiles[0]
 
-    def compute(kept: Products, weights: Array, experts: Parts, group_sizes: GroupSizes, upstream: Rows) -> Any:
+    def compute(kept: Products, weights: Array, experts: Parts, group_sizes: GroupSizes, upstream: ReceivedRows) -> Any:
         term = Term(upstream, (Factor(tuple(part.down for part in experts)),))
         epilogue = Epilogue(pull_back, count + 1, kept, weights[:, 0].astype(jnp.float32), has_sums=True)
         width, name, run = kept[0].shape[1], "grouped_activation_gradients", _kernels().products
@@ -162,8 +164,8 @@ def row_gradients(of_products: Products, experts: Parts, group_sizes: GroupSizes
 
 
 def weight_gradients(
-    rows: Rows,
-    others: Products,
+    rows: ReceivedRows,
+    others: Others,
     groups: RowGroups,
     parts: tuple[int, ...],
     dtype: DType,
@@ -171,7 +173,7 @@ def weight_gradients(
 ) -> tuple[Float[Array, "_ I O"], ...]:
     """Return `rows.T @ others` per group, in parts, plus `before`; several arrays are neighboring columns."""
 
-    def compute(rows: Rows, others: Products, groups: RowGroups, before: Any) -> tuple[Array, ...]:
+    def compute(rows: ReceivedRows, others: Others, groups: RowGroups, before: Any) -> tuple[Array, ...]:
         return _kernels().outer(rows, others, groups, parts=parts, dtype=dtype, before=before)
 
     return _call(compute, rows, others, groups, before)
@@ -194,7 +196,7 @@ def _kernels() -> _Kernels:
     from jax_moe_lb.kernels import mosaic_outer, mosaic_product
 
     def outer(
-        rows: Rows, others: Products, groups: RowGroups, *, parts: tuple[int, ...], dtype: DType, before: Any
+        rows: Rows, others: Others, groups: RowGroups, *, parts: tuple[int, ...], dtype: DType, before: Any
     ) -> tuple[Array, ...]:
         results = mosaic_outer.outer(rows, others, groups, parts=parts, dtype=dtype)
         return results if before is None else tuple(map(jnp.add, before, results))

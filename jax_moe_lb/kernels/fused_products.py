@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float
 
+from jax_moe_lb.core.types import ReceivedRows
+
 
 class Factor(NamedTuple):
     """Matrices of all groups in parts, or a slice of their width `F`."""
@@ -16,7 +18,7 @@ class Factor(NamedTuple):
 class Term(NamedTuple):
     """Rows and the matrices to multiply them with, one factor per accumulator."""
 
-    rows: Float[Array, "A I"]  # `[A, I]`
+    rows: ReceivedRows  # `[A, I]`; kernels for TPUs alone read other forms
     factors: tuple[Factor, ...]  # factors with `O` columns
 
 

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from jax_moe_lb.core.experts import Experts, activate, usual_layout
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.schedule import in_order, in_order_on_cuda
-from jax_moe_lb.core.types import DType, GroupSizes, Rows, iota, wide_dtype
+from jax_moe_lb.core.types import DType, GroupSizes, ReceivedRows, Rows, iota, wide_dtype
 from jax_moe_lb.kernels.backends import (
     KINDS,
     TILE,
@@ -35,7 +35,7 @@ from jax_moe_lb.kernels.backends import (
     reads_parts,
 )
 from jax_moe_lb.kernels.grouped_matmul import grouped_matmul, grouped_outer
-from jax_moe_lb.kernels.operands import BackwardRows, RowGroups, clear_tail
+from jax_moe_lb.kernels.operands import BackwardRows, RowGroups, clear_tail, in_rows
 from jax_moe_lb.kernels.row_windows import RowWindow, each_window, num_windows
 
 
@@ -86,7 +86,7 @@ Products = tuple[Float[Array, "A _"], ...]
 
 
 @jax.custom_vjp
-def grouped_ffn(rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSizes) -> Rows:
+def grouped_ffn(rows: ReceivedRows, experts: Experts | ExpertParts, group_sizes: GroupSizes) -> Rows:
     """Apply the expert of the group to each row."""
     # `moe` calls it for the received rows of a rank; use it in custom transports. The residuals are `rows` and
     # `experts`: the backward pass recomputes the hidden activations.
@@ -94,7 +94,7 @@ def grouped_ffn(rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSi
 
 
 def grouped_ffn_with_products(
-    rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSizes
+    rows: ReceivedRows, experts: Experts | ExpertParts, group_sizes: GroupSizes
 ) -> tuple[Rows, Products]:
     """Compute `grouped_ffn`; also return the products, which `grouped_ffn_gradients` then need not compute."""
     # It is not differentiable; use it in custom forward passes.
@@ -104,7 +104,7 @@ def grouped_ffn_with_products(
     return _by_platform(at_once, in_windows, rows.shape[0], rows, experts, group_sizes)
 
 
-def _network(rows: Rows, experts: Experts | ExpertParts, *, keeps_products: bool = False) -> Callable[..., Any]:
+def _network(rows: ReceivedRows, experts: Experts | ExpertParts, *, keeps_products: bool = False) -> Callable[..., Any]:
     """Return the network for all rows, by the kernels of the default device if they compute activations."""
     at_once = partial(_at_once, keeps_products=keeps_products)
     return (
@@ -114,19 +114,21 @@ def _network(rows: Rows, experts: Experts | ExpertParts, *, keeps_products: bool
     )
 
 
-def fused_inner_products(rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSizes) -> Products | None:
+def fused_inner_products(
+    rows: ReceivedRows, experts: Experts | ExpertParts, group_sizes: GroupSizes
+) -> Products | None:
     """Return the products before the activation by one kernel on TPUs; `None` if `grouped_ffn_gradients` has others."""
     if accelerator() != "tpu" or _first(experts).is_fused or not fuses(rows, experts):
         return None
     from jax_moe_lb.kernels import fused_ffn
 
-    def fused(rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSizes) -> Products:
+    def fused(rows: ReceivedRows, experts: Experts | ExpertParts, group_sizes: GroupSizes) -> Products:
         return fused_ffn.inner_products(rows, _parts(jax.tree.map(usual_layout, experts)), group_sizes)
 
-    return _on_device(fused, _inner_products, rows, experts, group_sizes)
+    return _on_device(fused, lambda rows, *others: _inner_products(in_rows(rows), *others), rows, experts, group_sizes)
 
 
-def fuses(rows: Rows, experts: Experts | ExpertParts) -> bool:
+def fuses(rows: ReceivedRows, experts: Experts | ExpertParts) -> bool:
     """Return whether kernels of the default device compute the activations inside the products."""
     first = _first(experts)
     groups = tuple(part.up.shape[0] for part in experts) if isinstance(experts, tuple) else first.up.shape[0]
@@ -149,11 +151,11 @@ def _on_device(fused: Callable[..., Any], other: Callable[..., Any], *operands: 
 
 
 def _fused(
-    rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSizes, *, keeps_products: bool = False
+    rows: ReceivedRows, experts: Experts | ExpertParts, group_sizes: GroupSizes, *, keeps_products: bool = False
 ) -> tuple[Rows, Products]:
     from jax_moe_lb.kernels import fused_ffn
 
-    experts = jax.tree.map(usual_layout, experts)
+    rows, experts = rows if accelerator() == "tpu" else in_rows(rows), jax.tree.map(usual_layout, experts)
     hidden, products = fused_ffn.hidden_and_products(rows, _parts(experts), group_sizes, keeps_products=keeps_products)
     if products and _first(experts).is_fused:
         # In the form of the other branch.
@@ -178,8 +180,9 @@ def _by_platform(at_once: Callable[..., Any], in_windows: Callable[..., Any], nu
 
 
 def _in_windows(
-    rows: Rows, experts: Experts, group_sizes: GroupSizes, *, keeps_products: bool = False
+    rows: ReceivedRows, experts: Experts, group_sizes: GroupSizes, *, keeps_products: bool = False
 ) -> tuple[Rows, Products]:
+    rows = in_rows(rows)
     like = jax.eval_shape(_inner_products, rows, experts, group_sizes) if keeps_products else ()
 
     def step(window: RowWindow, carry: tuple[Rows, Products]) -> tuple[Rows, Products]:
@@ -191,9 +194,9 @@ def _in_windows(
 
 
 def _at_once(
-    rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSizes, *, keeps_products: bool = False
+    rows: ReceivedRows, experts: Experts | ExpertParts, group_sizes: GroupSizes, *, keeps_products: bool = False
 ) -> tuple[Rows, Products]:
-    experts = jax.tree.map(usual_layout, experts)
+    rows, experts = in_rows(rows), jax.tree.map(usual_layout, experts)
     # Rows are independent, so rows beyond the groups affect no others and need no mask.
     products = _inner_products(rows, experts, group_sizes)
     outputs = _product(activate(_first(experts), products), experts, "down", group_sizes)
@@ -237,8 +240,8 @@ def _in_one(bias: Any) -> Array | None:
 
 
 def _save(
-    rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSizes
-) -> tuple[Rows, tuple[Rows, Experts | ExpertParts, GroupSizes]]:
+    rows: ReceivedRows, experts: Experts | ExpertParts, group_sizes: GroupSizes
+) -> tuple[Rows, tuple[ReceivedRows, Experts | ExpertParts, GroupSizes]]:
     return grouped_ffn(rows, experts, group_sizes), (rows, experts, group_sizes)
 
 
@@ -381,6 +384,7 @@ def _fused_gradients(
     from jax_moe_lb.kernels import fused_ffn
 
     experts = jax.tree.map(usual_layout, experts)
+    batch = batch if accelerator() == "tpu" else batch.in_rows
     if batch.products is not None and len(batch.products) == 1 and _first(experts).is_fused:
         batch = batch._replace(products=tuple(jnp.split(batch.products[0], 2, -1)))
     rebuilt = None if again is None else lambda after: _parts(jax.tree.map(usual_layout, again(after)))
@@ -397,13 +401,13 @@ def _with_kinds(experts: Experts | ExpertParts, kinds: dict[str, Any]) -> Expert
 
 
 def _backward(
-    saved: tuple[Rows, Experts | ExpertParts, GroupSizes], upstream: Rows
-) -> tuple[Rows, Experts | ExpertParts, None]:
+    saved: tuple[ReceivedRows, Experts | ExpertParts, GroupSizes], upstream: Rows
+) -> tuple[ReceivedRows, Experts | ExpertParts, None]:
     rows, experts, group_sizes = saved
     ones = vary_like(jnp.ones((rows.shape[0], 1), wide_dtype(rows)), rows)
     batch, dtype = BackwardRows(rows, ones, upstream), _first(experts).up.dtype
     of_rows, _, of_experts = grouped_ffn_gradients(batch, experts, RowGroups(group_sizes), dtype)
-    return of_rows, of_experts, None
+    return of_rows.reshape(rows.shape), of_experts, None
 
 
 grouped_ffn.defvjp(_save, _backward)

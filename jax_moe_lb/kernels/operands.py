@@ -9,7 +9,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float
 
 from jax_moe_lb.core.manual_axes import vary_alike
-from jax_moe_lb.core.types import GroupSizes, Rows, iota
+from jax_moe_lb.core.types import GroupSizes, ReceivedRows, Rows, iota
 
 TILE_ROWS = 128
 """Row multiple up to which kernels on GPUs read beyond the last group."""
@@ -35,18 +35,22 @@ class RowGroups(NamedTuple):
 class BackwardRows(NamedTuple):
     """Rows of a backward pass, in the order of groups."""
 
-    rows: Rows  # inputs of the experts
+    rows: ReceivedRows  # inputs of the experts
     weights: Float[Array, "A 1"]  # factors of the outputs
-    # Gradients of the weighted outputs, `[A, H]`, or `[A, P, H / P]` as an exchange wrote them: products that do not
-    # read them then run beside the exchange
-    upstream: Float[Array, "A *H"]
+    # Gradients of the weighted outputs. As an exchange wrote them, products that do not read them run beside it
+    upstream: ReceivedRows
     # Products before the activation, saved by the forward pass; `None` (default) to compute them
     products: tuple[Float[Array, "A _"], ...] | None = None
 
     @property
     def in_rows(self) -> "BackwardRows":
-        """The same, with `upstream` as rows."""
-        return self._replace(upstream=self.upstream.reshape(self.rows.shape))
+        """The same, with both as matrices."""
+        return self._replace(rows=in_rows(self.rows), upstream=in_rows(self.upstream))
+
+
+def in_rows(received: ReceivedRows) -> Rows:
+    """Return received rows as a matrix."""
+    return received.reshape(received.shape[0], -1)
 
 
 def clear_tail(

@@ -20,13 +20,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jax_moe_lb.core.tpu_vectors import LANES, SUBLANES
-from jax_moe_lb.core.types import DType, GroupSizes, Ref, iota
+from jax_moe_lb.core.tpu_vectors import LANES
+from jax_moe_lb.core.types import DType, GroupSizes, ReceivedRows, Ref, iota
 from jax_moe_lb.kernels.backends import Product
 from jax_moe_lb.kernels.fused_products import Epilogue, Factor, Results, Term, store_products
-from jax_moe_lb.kernels.operands import RowGroups
+from jax_moe_lb.kernels.operands import RowGroups, in_rows
 from jax_moe_lb.kernels.parts import for_part, starts
-from jax_moe_lb.kernels.tpu_rows import packed
+from jax_moe_lb.kernels.tpu_rows import PACKED, halves, packed
 
 ITEMSIZE = 2
 """Bytes of a bfloat16."""
@@ -66,8 +66,13 @@ def can_fuse(inner: int, hidden: int, num_parts: int) -> bool:
 
 
 def has_words(width: int) -> bool:
-    """Return whether the words of a row, each with a number of either half, fill whole vectors."""
-    return width % (2 * LANES * SUBLANES) == 0
+    """Return whether the words of a row, each with a number of either half, fill whole lines of a vector."""
+    return width % (2 * LANES) == 0
+
+
+def width_of(rows: ReceivedRows) -> int:
+    """Return the width of rows."""
+    return math.prod(rows.shape[1:])
 
 
 def _least_columns(width: int) -> int:
@@ -105,19 +110,21 @@ def products(
 ) -> Results:
     """Sum the products of terms and apply an epilogue; `travels` if the next operation reads words of whole rows."""
     # Rows beyond the last group affect no others.
+    terms = [term if has_words(width_of(term.rows)) else Term(in_rows(term.rows), term.factors) for term in terms]
     epilogue = epilogue or Epilogue(store_products, len(terms[0].factors))
     kernel, num_rows = _Product.of(terms, width, transposed, epilogue, travels), terms[0].rows.shape[0]
     terms, lines = [kernel.sliced(term) for term in terms], (pl.cdiv(num_rows, kernel.rows), 1, kernel.rows)
     weights = None
     if epilogue.weights is not None:
         weights = jnp.pad(epilogue.weights, (0, lines[0] * kernel.rows - num_rows)).reshape(lines)
-    operands = [(term.rows, [one.parts for one in term.factors]) for term in terms], epilogue.operands, weights
+    factors = [[one.parts for one in term.factors for _ in range(kernel.num_blocks)] for term in terms]
+    operands = [(term.rows, of) for term, of in zip(terms, factors, strict=True)], epilogue.operands, weights
     of_result = (num_rows, 2, width // 2) if kernel.writes_words else (num_rows, width)
     shapes: list[Any] = [(of_result, terms[0].rows.dtype)] * epilogue.num_results
     if epilogue.has_sums:
         shapes.append(((kernel.num_tiles, *lines), jnp.float32))
     visits, total = visits_of(group_sizes, num_rows)
-    sizes = num_rows, sum(term.rows.shape[1] for term in terms), width * len(terms[0].factors)
+    sizes = num_rows, sum(width_of(term.rows) for term in terms), width * len(terms[0].factors)
     grid = kernel.num_tiles, total
     results = _launch(kernel.step, grid, visits, operands, kernel.tiles(terms), shapes, name, sizes)
     sums = results.pop().sum(0).reshape(-1)[:num_rows] if epilogue.has_sums else None
@@ -134,8 +141,8 @@ def product(
 
 
 def outer(
-    rows: Float[Array, "A I"],
-    others: Float[Array, "A O"] | tuple[Float[Array, "A _"], ...],
+    rows: Float[Array, "A *I"],
+    others: Float[Array, "A *O"] | tuple[Float[Array, "A *_"], ...],
     groups: RowGroups,
     *,
     parts: tuple[int, ...],
@@ -145,17 +152,20 @@ def outer(
 ) -> tuple[Float[Array, "_ I O"], ...]:
     """Compute `grouped_outer`, added to `before` in place; several arrays `others` are neighboring columns."""
     # Rows beyond the groups may be NaN.
-    given, (num_rows, inner) = others if isinstance(others, tuple) else (others,), rows.shape
+    given, num_rows, inner = others if isinstance(others, tuple) else (others,), rows.shape[0], width_of(rows)
     kernel = _Outer.of(rows, given, parts, dtype, before is not None)
     if len(given) > 1 and (kernel.tile[1] % LANES or kernel.widths[1] % kernel.tile[1]):
         # A tile of columns must not cross the border between two arrays.
-        given = (jnp.concatenate(given, 1),)
+        given = (jnp.concatenate(list(map(in_rows, given)), 1),)
         kernel = _Outer.of(rows, given, parts, dtype, before is not None)
+    rows = rows if kernel.reads_words(0) else in_rows(rows)
+    given = given if kernel.reads_words(1) else tuple(map(in_rows, given))
     visits, total = visits_of(groups.sizes, num_rows, groups.has_sums)
     shapes = [((count, inner, kernel.width), dtype) for count in parts]
     grid, sizes = (*kernel.num_tiles, total), (num_rows, inner, kernel.width)
     operands = rows, given, list(before or ())
-    return tuple(_launch(kernel.step, grid, visits, operands, kernel.tiles(), shapes, name, sizes, len(operands[2])))
+    tiles = kernel.tiles(rows, given)
+    return tuple(_launch(kernel.step, grid, visits, operands, tiles, shapes, name, sizes, len(operands[2])))
 
 
 class _Tiles(NamedTuple):
@@ -224,16 +234,26 @@ class _Product:
 
     @classmethod
     def of(cls, terms: Sequence[Term], width: int, transposed: bool, epilogue: Epilogue, travels: bool) -> "_Product":
-        depths, parts = [term.rows.shape[1] for term in terms], terms[0].factors[0].parts
+        depths, parts = [width_of(term.rows) for term in terms], terms[0].factors[0].parts
         num_results = len(epilogue.operands) + epilogue.num_results
         columns = _columns(width, len(parts) * len(terms[0].factors), depths, num_results)
         size, groups = _chip().mxu_column_size, tuple(part.shape[0] for part in parts)
-        writes_words = travels and columns == width and has_words(width)
+        writes_words = travels and has_words(width) and width % columns == 0 and columns % (2 * LANES) == 0
         return cls(size, columns, width, groups, transposed, epilogue, writes_words)
 
     @property
     def num_tiles(self) -> int:
         return pl.cdiv(self.width, self.columns)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of consecutive columns of a tile: of words of a part of each row, one of either half."""
+        return 2 if self.writes_words and self.num_tiles > 1 else 1
+
+    @property
+    def block(self) -> int:
+        """Columns of a block."""
+        return self.columns // self.num_blocks
 
     def tiles(self, terms: Sequence[Term]) -> _Tiles:
         of_results = pl.BlockSpec((self.rows, self.columns), lambda j, v, group, tile, *_: (tile[v], j))
@@ -243,12 +263,15 @@ class _Product:
         of_weights = None if self.epilogue.weights is None else of_line
         operands = list(map(self._of_term, terms)), [of_results] * len(self.epilogue.operands), of_weights
         if self.writes_words:
-            of_results = pl.BlockSpec((self.rows, 2, self.width // 2), lambda j, v, group, tile, *_: (tile[v], 0, 0))
-        return _Tiles(operands, [of_results] * self.epilogue.num_results + [of_sums] * self.epilogue.has_sums)
+            words = self.rows, 2, self.columns // 2
+            of_results = pl.BlockSpec(words, lambda j, v, group, tile, *_: (tile[v], 0, j))
+        results = [of_results] * self.epilogue.num_results + [of_sums] * self.epilogue.has_sums
+        in_words = [term.rows for term in terms if term.rows.ndim > 2]
+        return _Tiles(operands, results, tuple(pltpu.VMEM((self.rows, width_of(one)), one.dtype) for one in in_words))
 
     def sliced(self, term: Term) -> Term:
         """Return a term whose slices begin at tiles; others are copied."""
-        length, block = (term.rows.shape[1],) * 2 if self.transposed else (self.width, self.columns)
+        length, block = (width_of(term.rows),) * 2 if self.transposed else (self.width, self.block)
 
         def aligned(factor: Factor) -> Factor:
             if factor.parts[0].shape[2] == length or (block % LANES == 0 and factor.offset % block == 0):
@@ -258,34 +281,43 @@ class _Product:
         return Term(term.rows, tuple(map(aligned, term.factors)))
 
     def _of_term(self, term: Term) -> PyTree:
-        depth = term.rows.shape[1]
+        depth = width_of(term.rows)
 
-        def of_part(factor: Factor, before: int, count: int) -> Any:
+        def of_part(factor: Factor, block: int, before: int, count: int) -> Any:
             # Steps of other parts keep the tile, which then is not copied once more.
             def at(j: Array, v: Array, group: Ref, *_: Ref) -> tuple[Any, ...]:
-                index = jnp.clip(group[v] - before, 0, count - 1)
+                index, column = jnp.clip(group[v] - before, 0, count - 1), j + block * self.num_tiles
                 if self.transposed:
-                    return index, j, factor.offset // depth
-                return index, 0, j + factor.offset // self.columns
+                    return index, column, factor.offset // depth
+                return index, 0, column + factor.offset // self.block
 
-            return pl.BlockSpec((1, self.columns, depth) if self.transposed else (1, depth, self.columns), at)
+            return pl.BlockSpec((1, self.block, depth) if self.transposed else (1, depth, self.block), at)
 
         parts = list(zip(starts(self.groups), self.groups, strict=True))
-        return _of_rows(self.rows, depth), [[of_part(factor, *part) for part in parts] for factor in term.factors]
+        blocks = itertools.product(term.factors, range(self.num_blocks))
+        shape = self.rows, *(term.rows.shape[1:])
+        of_rows = pl.BlockSpec(shape, lambda j, v, group, tile, *_: (tile[v], *[0] * (len(shape) - 1)))
+        return of_rows, [[of_part(*block, *part) for part in parts] for block in blocks]
 
-    def step(self, visits: Visits, operands: PyTree, *outs: Ref) -> None:
+    def step(self, visits: Visits, operands: PyTree, *refs: Ref) -> None:
         terms, extras, weights = operands
-        j, v, shape = pl.program_id(0), pl.program_id(1), (self.rows, self.columns)
+        outs = refs[: self.epilogue.num_results + self.epilogue.has_sums]
+        j, v, shape = pl.program_id(0), pl.program_id(1), (self.rows, self.block)
         inside = _inside(visits, v, (self.rows, LANES) if self.writes_words else shape)
 
+        matrices = self._as_matrices(visits, v, [rows for rows, _ in terms], refs[len(outs) :])
+
         def compute(part: int, _: Array) -> None:
-            numbers = range(len(terms[0][1]))
-            values = [_sum([self._multiply(rows, factors[n][part]) for rows, factors in terms]) for n in numbers]
-            loaded = [extra[...].astype(jnp.float32) for extra in extras]
+            numbers, left = range(len(terms[0][1])), [rows[...] for rows in matrices]
+            factors = [[of[n][part] for _, of in terms] for n in numbers]
+            values = [_sum(list(map(self._multiply, left, factors[n]))) for n in numbers]
             of_rows = None if weights is None else jnp.broadcast_to(_turned(weights[0], axis=1), shape)
-            results, summand = self.epilogue.compute(values, loaded, of_rows)
+            results, summand = self.epilogue.compute(values, [one[...].astype(jnp.float32) for one in extras], of_rows)
+            if self.writes_words:
+                self._write_words(results, inside, outs[0])
+                return
             for result, out in zip(results, outs, strict=False):
-                (self._write_words if self.writes_words else _write)(result, inside, out)
+                _write(result, inside, out)
             if self.epilogue.has_sums:
                 sums = _turned(jnp.sum(self._of_width(summand, j), axis=1, keepdims=True), axis=0)
                 of_group = _inside(visits, v, sums.shape, axis=1)
@@ -293,17 +325,29 @@ class _Product:
 
         for_part(visits.group[v], self.groups, compute)
 
-    def _write_words(self, result: Array, inside: Array, out: Ref) -> None:
-        num_lines = self.width // (2 * LANES)
-        lines = out.bitcast(jnp.uint32).reshape(self.rows * num_lines, LANES)
+    def _as_matrices(self, visits: Visits, v: Array, rows: list[Ref], scratch: tuple[Ref, ...]) -> list[Ref]:
+        """Return the rows of a step; those in words are unpacked in the first step of a tile."""
+        memory = iter(scratch)
+        matrices = [one if one.ndim == 2 else next(memory) for one in rows]
+
+        @pl.when((v == 0) | (visits.tile[jnp.maximum(v - 1, 0)] != visits.tile[v]))
+        def _() -> None:
+            for one, matrix in zip(rows, matrices, strict=True):
+                if one.ndim > 2:
+                    _unpack(one, matrix)
+
+        return matrices
+
+    def _write_words(self, blocks: list[Array], inside: Array, out: Ref) -> None:
+        lower, upper = blocks if len(blocks) == 2 else jnp.split(blocks[0], 2, axis=1)
+        lines, num_lines = _lines(out)
         for line in range(num_lines):
             # The same words of all rows.
-            low, high = (result[:, at * LANES : (at + 1) * LANES] for at in (line, num_lines + line))
-            at = pl.ds(line, self.rows, stride=num_lines)
-            lines[at] = jnp.where(inside, packed(low, high), lines[at])
+            columns, at = slice(line * LANES, (line + 1) * LANES), pl.ds(line, self.rows, stride=num_lines)
+            lines[at] = jnp.where(inside, packed(lower[:, columns], upper[:, columns]), lines[at])
 
-    def _multiply(self, rows: Ref, matrices: Ref) -> Array:
-        return _dot(rows[...], matrices[0], (1, 1 if self.transposed else 0))
+    def _multiply(self, rows: Array, matrices: Ref) -> Array:
+        return _dot(rows, matrices[0], (1, 1 if self.transposed else 0))
 
     def _of_width(self, summand: Array, j: Array) -> Array:
         if self.width % self.columns == 0:
@@ -323,7 +367,7 @@ class _Outer:
 
     @classmethod
     def of(cls, rows: Array, others: tuple[Array, ...], parts: tuple[int, ...], dtype: DType, adds: bool) -> "_Outer":
-        size, widths = _chip().mxu_column_size, (rows.shape[1], others[0].shape[1])
+        size, widths = _chip().mxu_column_size, (width_of(rows), width_of(others[0]))
 
         def nbytes(tile: tuple[int, int]) -> int:
             of_results = 4 + 2 * (1 + adds) * len(parts) * jnp.dtype(dtype).itemsize
@@ -347,15 +391,20 @@ class _Outer:
     def num_columns(self) -> int:
         return pl.cdiv(self.widths[1], self.tile[1])
 
-    def tiles(self) -> _Tiles:
-        def of_other(n: int) -> Any:
-            def at(i: Array, j: Array, v: Array, group: Ref, tile: Ref, *_: Ref) -> tuple[Any, ...]:
+    def reads_words(self, axis: int) -> bool:
+        """Return whether a tile of an operand is all words of a row, or words with one number each."""
+        width, tile = self.widths[axis], self.tile[axis]
+        return has_words(width) and (tile == width or (width // 2) % tile == 0)
+
+    def tiles(self, rows: Array, others: Sequence[Array]) -> _Tiles:
+        def of_other(n: int, other: Array) -> Any:
+            def at(i: Array, j: Array, v: Array, group: Ref, tile: Ref, *_: Ref) -> tuple[Any, Any]:
                 mine = j - n * self.num_columns
                 is_read = (mine >= 0) & (mine < self.num_columns)
                 # A tile that is not read stays the same, and is not copied.
                 return jnp.where(is_read, tile[v], 0), jnp.where(is_read, mine, 0)
 
-            return pl.BlockSpec((self.rows, self.tile[1]), at)
+            return self._of_rows(1, other, at)
 
         def of_part(before: int, count: int) -> Any:
             def at(i: Array, j: Array, v: Array, group: Ref, *_: Ref) -> tuple[Any, ...]:
@@ -363,20 +412,36 @@ class _Outer:
 
             return pl.BlockSpec((1, *self.tile), at)
 
-        of_rows = pl.BlockSpec((self.rows, self.tile[0]), lambda i, j, v, group, tile, *_: (tile[v], i))
+        of_rows = self._of_rows(0, rows, lambda i, j, v, group, tile, *_: (tile[v], i))
         results = [of_part(before, count) for before, count in zip(starts(self.groups), self.groups, strict=True)]
-        operands = of_rows, list(map(of_other, range(self.num_others))), results if self.adds else []
+        operands = of_rows, list(itertools.starmap(of_other, enumerate(others))), results if self.adds else []
         return _Tiles(operands, results, (pltpu.VMEM(self.tile, jnp.float32),))
+
+    def _of_rows(self, axis: int, rows: Array, at: Callable[..., tuple[Any, Any]]) -> Any:
+        tile, half = self.tile[axis], self.widths[axis] // 2
+        if rows.ndim == 2:
+            return pl.BlockSpec((self.rows, tile), at)
+
+        def of_words(*indices: Any) -> tuple[Any, ...]:
+            row, column = at(*indices)
+            return row, 0, jax.lax.rem(column, max(1, half // tile))
+
+        return pl.BlockSpec((self.rows, 2, min(half, tile)), of_words)
+
+    def _half(self, axis: int, at: Array) -> Array | None:
+        # Whether a tile has the upper numbers of words, and no others.
+        width, tile = self.widths[axis], self.tile[axis]
+        return None if tile == width else 2 * at * tile >= width
 
     def step(self, visits: Visits, operands: PyTree, *refs: Ref) -> None:
         (rows, others, before), outs, sums = operands, refs[:-1], refs[-1]
         v, last = pl.program_id(2), pl.num_programs(2) - 1
         group = visits.group[v]
 
-        def masked(ref: Ref) -> Array:
+        def masked(ref: Ref, axis: int, at: Array) -> Array:
             # Both operands: 0 times the NaN of another group would be NaN.
-            inside = _inside(visits, v, ref.shape)
-            return jnp.where(inside, ref[...].astype(jnp.float32), 0).astype(ref.dtype)
+            inside = _inside(visits, v, (self.rows, self.tile[axis]))
+            return jnp.where(inside, _in_float32(ref, self._half(axis, at)), 0).astype(ref.dtype)
 
         @pl.when((v == 0) | (visits.group[jnp.maximum(v - 1, 0)] != group))
         def _() -> None:
@@ -388,8 +453,8 @@ class _Outer:
             else:
                 sums[...] = jnp.zeros_like(sums)
 
-        def add(n: int, _: Array) -> None:
-            sums[...] += _dot(masked(rows), masked(others[n]), (0, 0))
+        def add(n: int, at: Array) -> None:
+            sums[...] += _dot(masked(rows, 0, pl.program_id(0)), masked(others[n], 1, at), (0, 0))
 
         for_part(pl.program_id(1), (self.num_columns,) * self.num_others, add)
 
@@ -409,8 +474,37 @@ def _dot(left: Array, right: Array, over: tuple[int, int]) -> Array:
     )
 
 
-def _of_rows(rows: int, width: int) -> Any:
-    return pl.BlockSpec((rows, width), lambda j, v, group, tile, *_: (tile[v], 0))
+def _lines(words: Ref) -> tuple[Ref, int]:
+    """Return a block of words in lines of a vector's width, and the number of lines of a row."""
+    num_rows, _, width = words.shape
+    return words.bitcast(jnp.uint32).reshape(num_rows * width // LANES, LANES), width // LANES
+
+
+def _unpack(words: Ref, rows: Ref) -> None:
+    """Write a block of whole rows in words as a matrix."""
+    (lines, num_lines), half = _lines(words), words.shape[2]
+
+    def some(i: Array, carry: Array) -> Array:
+        first = pl.multiple_of(i * PACKED, PACKED)
+        for line in range(num_lines):
+            # The same words of consecutive rows.
+            numbers = halves(lines[pl.ds(first * num_lines + line, PACKED, stride=num_lines)])
+            for at, column in zip((line * LANES, half + line * LANES), numbers, strict=True):
+                rows[pl.ds(first, PACKED), pl.ds(at, LANES)] = column.astype(rows.dtype)
+        return carry
+
+    jax.lax.fori_loop(0, words.shape[0] // PACKED, some, 0)
+
+
+def _in_float32(rows: Ref, is_upper: Array | None) -> Array:
+    """Return a block of rows as a matrix; of words, the numbers in one half or, one after the other, in both."""
+    if rows.ndim == 2:
+        return rows[...].astype(jnp.float32)
+    lines, num_lines = _lines(rows)
+    pairs = [halves(lines[pl.ds(line, rows.shape[0], stride=num_lines)]) for line in range(num_lines)]
+    if is_upper is None:
+        return jnp.concatenate([*[lower for lower, _ in pairs], *[upper for _, upper in pairs]], axis=1)
+    return jnp.concatenate([jnp.where(is_upper, upper, lower) for lower, upper in pairs], axis=1)
 
 
 def _columns(width: int, num_matrices: int, depths: Sequence[int], num_results: int) -> int:

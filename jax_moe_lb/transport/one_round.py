@@ -20,7 +20,7 @@ from jax_moe_lb.collectives.ragged_all_to_all import as_rows, as_words, empty_bu
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.schedule import in_order, in_order_on_cuda, in_order_on_tpu
 from jax_moe_lb.core.topology import Topology
-from jax_moe_lb.core.types import GroupSizes, Rows, Tokens
+from jax_moe_lb.core.types import GroupSizes, ReceivedRows, Rows, Tokens
 from jax_moe_lb.kernels.grouped_ffn import Products
 from jax_moe_lb.kernels.operands import BackwardRows
 from jax_moe_lb.transport.compression import packed, unpacked
@@ -40,8 +40,8 @@ SumsT = TypeVar("SumsT")
 TravellingRows = Float[Array, "C W"]
 """Copies as transferred; narrower than tokens with a `QuantizedTransfer`."""
 
-ArrivedRows = Float[Array, "_ W"]
-"""Received rows, as transferred."""
+ArrivedRows = Float[Array, "_ *W"]
+"""Received rows, as transferred and in the layout of exchanges; see `as_words`."""
 
 OfCopies = tuple[Copies, CopyWeights]
 """Gradients of copies and of the weights, in sending order."""
@@ -57,7 +57,7 @@ RowWeights = Float[Array, "A 1"]
 class PullBack(Protocol):
     """Backward functions of the rows of a chunk; see `Slots`."""
 
-    def inner_products(self, rows: Rows, group_sizes: GroupSizes) -> Products | None:
+    def inner_products(self, rows: ReceivedRows, group_sizes: GroupSizes) -> Products | None:
         """Return the products of rows before the activation, for exchanges that follow them; else `None`."""
 
     def pull_back(
@@ -84,7 +84,7 @@ class Batch(NamedTuple):
 class Kept(NamedTuple):
     """Arrays saved for the backward pass by `Saved`; `None` if it transfers or computes them again."""
 
-    rows: Any = None  # rows received in the first round, in transfer format, by chunk
+    rows: Any = None  # rows received in the first round, as transferred, by chunk
     replicas: Experts | None = None  # weights of the replica slots
     products: Any = None  # products of these rows with `up` and gate, by chunk
     choices: Any = None  # slots and weights of the choices of these rows, by chunk; of `serve_lists` alone, and always
@@ -111,17 +111,19 @@ class Round(NamedTuple):
         """Numbers of the chunks of this round."""
         return range(self.exchange.buffers.chunks)
 
-    def send(self, copies: Copies, chunk: int) -> tuple[Rows, GroupSizes]:
+    def send(self, copies: Copies, chunk: int) -> tuple[ArrivedRows, GroupSizes]:
         """Send the copies of a chunk; see `Exchange.send`."""
-        return self.exchange.send(copies, self.receipt, self._index(chunk), self.topology)
+        rows, group_sizes = self.exchange.send(copies, self.receipt, self._index(chunk), self.topology)
+        return as_words(rows), group_sizes
 
     def send_back(self, rows: Rows, chunk: int, out: Copies) -> Copies:
         """Write results of a chunk into `out`; see `Exchange.send_back`."""
         return self.exchange.send_back(rows, self.receipt, self._index(chunk), out, self.topology)
 
-    def decoded(self, words: ArrivedRows) -> Rows:
-        """Return received rows in the dtype of tokens."""
-        return unpacked(self.exchange.transfer, words, self.like)
+    def received(self, words: ArrivedRows) -> ReceivedRows:
+        """Return received rows in the dtype of tokens, and in the layout of exchanges unless they are decoded."""
+        transfer = self.exchange.transfer
+        return words if transfer is None else unpacked(transfer, as_rows(words), self.like)
 
     def _index(self, chunk: int) -> Array:
         return self.i * len(self.chunks) + chunk
@@ -130,7 +132,7 @@ class Round(NamedTuple):
 def serve_round(
     one: Round,
     copies: TravellingRows,
-    ffn: Callable[[Rows, GroupSizes], tuple[Rows, Products]],
+    ffn: Callable[[ReceivedRows, GroupSizes], tuple[Rows, Products]],
     out: TravellingRows | None,
 ) -> tuple[TravellingRows, Kept]:
     """Write the outputs of the copies of a round into `out`, or into a new array; also return rows and products."""
@@ -139,7 +141,7 @@ def serve_round(
     products = []
     for chunk in one.chunks:
         words, group_sizes = arrived[chunk]
-        outputs, of_chunk = ffn(one.decoded(words), group_sizes)
+        outputs, of_chunk = ffn(one.received(words), group_sizes)
         products.append(of_chunk)
         with jax.named_scope("combine"):
             if chunk + 1 < len(arrived):
@@ -167,7 +169,7 @@ def gradient_round(
         with jax.named_scope("dispatch"):
             row_weights, group_sizes = one.send(weights_in_order(batch.weights, one.receipt), chunk)
             words, row_weights, row_upstream = _received(one, chunk, batch, row_weights, kept, before)
-        rows, upstream, products = one.decoded(words), as_words(row_upstream), kept.products
+        rows, upstream, products = one.received(words), row_upstream, kept.products
         if len(one.chunks) > 1:
             # The next chunk travels after these products, and gradients of the last one return after them: the compiler
             # would run most products beside the last exchange.
@@ -204,7 +206,7 @@ def _returned(
 
 def _received(
     one: Round, chunk: int, batch: Batch, row_weights: RowWeights, saved: Kept, before: PyTree
-) -> tuple[ArrivedRows, RowWeights, Rows]:
+) -> tuple[ArrivedRows, RowWeights, ReceivedRows]:
     """Return the rows of a chunk of a backward round, their weights, and the output gradients."""
     per_token, words, upstream = batch.weights.shape[1], saved.rows, batch.upstream
     if saved.rows is None and saved.products is None:

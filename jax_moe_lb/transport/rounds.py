@@ -16,7 +16,7 @@ from jax_moe_lb.core.manual_axes import first_order
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.schedule import in_order_on_tpu
 from jax_moe_lb.core.topology import Topology
-from jax_moe_lb.core.types import Carry, DType, GroupSizes, Rows, Tokens
+from jax_moe_lb.core.types import Carry, DType, GroupSizes, ReceivedRows, Rows, Tokens
 from jax_moe_lb.kernels.grouped_ffn import Products
 from jax_moe_lb.transport.compression import packed, unpacked
 from jax_moe_lb.transport.exchange import (
@@ -91,7 +91,7 @@ def serve_rounds(
     tokens: Tokens,
     per_token: int,
     receipt: Receipt,
-    ffn: Callable[[Rows, GroupSizes, bool], tuple[Rows, Products]],
+    ffn: Callable[[ReceivedRows, GroupSizes, bool], tuple[Rows, Products]],
     exchange: Exchange,
     topology: Topology,
 ) -> tuple[TravellingRows, Kept]:

@@ -14,7 +14,7 @@ from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
-from jax_moe_lb.core.types import Carry, DType, GroupSizes, Rows, wide_dtype
+from jax_moe_lb.core.types import Carry, DType, GroupSizes, ReceivedRows, Rows, wide_dtype
 from jax_moe_lb.kernels.grouped_ffn import (
     ExpertParts,
     Products,
@@ -77,7 +77,7 @@ class Slots(NamedTuple):
         return Slots(home, replicas).weights(after)
 
     @jax.named_scope("experts")
-    def ffn(self, rows: Rows, group_sizes: GroupSizes, keeps_products: bool) -> tuple[Rows, Products]:
+    def ffn(self, rows: ReceivedRows, group_sizes: GroupSizes, keeps_products: bool) -> tuple[Rows, Products]:
         """Return the outputs of rows, and the products if they are saved."""
         at = self.weights(group_sizes)
         if keeps_products:
@@ -85,7 +85,7 @@ class Slots(NamedTuple):
         return grouped_ffn(rows, at, group_sizes), ()
 
     @jax.named_scope("experts")
-    def inner_products(self, rows: Rows, group_sizes: GroupSizes) -> Products | None:
+    def inner_products(self, rows: ReceivedRows, group_sizes: GroupSizes) -> Products | None:
         """Return the products of rows before the activation on TPUs, for exchanges that follow them; else `None`."""
         return (
             fused_inner_products(rows, self.weights(group_sizes), group_sizes) if traced_platform() == "tpu" else None
@@ -115,7 +115,7 @@ class Slots(NamedTuple):
             of_slots = added(sums, of_slots)
         return of_rows, of_weights, of_slots
 
-    def fuse_gate_up(self, rows: Rows, *, has_products: bool = False) -> bool:
+    def fuse_gate_up(self, rows: ReceivedRows, *, has_products: bool = False) -> bool:
         """Return whether a backward round fuses the gate into `up`: on accelerators, if it reduces memory traffic."""
         # The forward pass does not, because both forms at once would raise peak memory.
         if self.home.gate is None or self.home.has_adapters or not _is_accelerator():

@@ -92,15 +92,50 @@ def test_products_of_parts(sizes, device, transposed, monkeypatch):
 
 
 @pytest.mark.slow
-@parametrize("sizes, width", [("uneven", 2048)], [("ends beside tiles", 4096), ("one hot", 2048), ("uneven", 384)])
-def test_products_that_travel_have_equal_rows(sizes, width):
-    """In words of whole rows, by tiles that groups share; of other widths as all products."""
+@pytest.mark.parametrize("transposed", [False, True])
+@parametrize(
+    "sizes, width, device",
+    [("uneven", 2048, "one tile"), ("uneven", 512, "two cores")],
+    [("ends beside tiles", 2304, "one tile"), ("one hot", 2048, "two cores"), ("uneven", 384, "two cores")],
+)
+def test_products_that_travel_have_equal_rows(sizes, width, device, transposed, monkeypatch):
+    """In words of whole rows or of a part of each, by tiles that groups share; of other widths as all products."""
+    on_tpu(monkeypatch, *DEVICES[device])
     rows, matrices = make_operands(SIZES[sizes], (128, width), NUM_ROWS)
+    matrices = matrices.mT if transposed else matrices
     term = tpu_products.Term(rows, (tpu_products.Factor((matrices[:3], matrices[3:])),))
-    run = partial(tpu_products.products, [term], width, jnp.array(SIZES[sizes], jnp.int32), transposed=False)
+    run = partial(tpu_products.products, [term], width, jnp.array(SIZES[sizes], jnp.int32), transposed=transposed)
     used = sum(SIZES[sizes])
     got, want = (jax.jit(partial(run, travels=travels))().arrays[0][:used] for travels in (True, False))
     np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
+def in_words(rows):
+    return rows.reshape(len(rows), 2, -1)
+
+
+@pytest.mark.slow
+@parametrize(
+    "sizes, width, device",
+    [("uneven", 512, "two cores")],
+    [("uneven", 2304, "one tile"), ("one hot", 768, "small tiles"), ("ends beside tiles", 384, "two cores")],
+)
+def test_rows_as_an_exchange_wrote_them_have_equal_products(sizes, width, device, monkeypatch):
+    """Rows of several terms and, of sums, both operands; rows of no group are NaN."""
+    on_tpu(monkeypatch, *DEVICES[device])
+    groups = RowGroups(jnp.array(SIZES[sizes], jnp.int32))
+    rows, matrices = make_operands(SIZES[sizes], (width, 128), NUM_ROWS)
+    factor, used = tpu_products.Factor((matrices[:3], matrices[3:])), sum(SIZES[sizes])
+
+    def compute(*given):
+        terms = [tpu_products.Term(one, (factor,)) for one in given]
+        of_rows = tpu_products.products(terms, 128, groups.sizes, transposed=False).arrays[0][:used]
+        return of_rows, tpu_products.outer(*given, groups, parts=PARTS, dtype=jnp.float32)
+
+    want = jax.tree.leaves(jax.jit(compute)(rows, 2 * rows))
+    for given in ((in_words(rows), 2 * rows), (in_words(rows), in_words(2 * rows))):
+        for got, of_matrices in zip(jax.tree.leaves(jax.jit(compute)(*given)), want, strict=True):
+            np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(of_matrices, np.float32))
 
 
 @pytest.mark.slow
@@ -193,15 +228,15 @@ def test_gradients(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dispatch", "chunks"), [("direct", 1), ("once", 2)])
-def test_a_layer_equals_the_dense_one(dispatch, chunks, monkeypatch):
+@pytest.mark.parametrize("dispatch", ["direct", "once"])
+def test_a_layer_equals_the_dense_one(dispatch, monkeypatch):
     """It reads parts and activates inside the kernels; gradients of chunks are added, and of replicas come home."""
     monkeypatch.setattr(op, "_by_platform", on_platform(KERNEL, "tpu"))
     monkeypatch.setattr(grouped_ffn, "_on_device", lambda fused, other, *operands: fused(*operands))
     monkeypatch.setattr(slot_weights, "traced_platform", lambda: "tpu")
-    mesh, case = make_mesh((2,), ("expert",)), Case(num_tokens=24, features=124, mlp_dim=128, num_experts=4)
+    mesh, case = make_mesh((2,), ("expert",)), Case(num_tokens=24, features=252, mlp_dim=128, num_experts=4)
     args = case.arguments("zipf", 2, "bfloat16")
-    system = exact(1, Buffers(1.5, 1, chunks), dispatch=dispatch)
+    system = exact(1, Buffers(1.5, 1, 2), dispatch=dispatch)
     layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), system, TopK(2)))
     text = str(layer.run.trace(*args).jaxpr)
     assert all(name in text for name in ("grouped_hidden", "grouped_row_gradients", "grouped_outer"))
