@@ -165,7 +165,7 @@ LIMITS = {
     Case("v5e:2x4", "hybridep", max_rounds=1, by_rule=True): Limits(495, 1.95, 1.07, 0),
     Case("v6e:2x4", "exact", train=True, by_rule=True): Limits(1203, 7.16, 1.3, 0),
     Case("v6e:2x4", "exact", train=True, max_rounds=1, by_rule=True): Limits(1000, 7.18, 1.3, 0),
-    Case("v5p:2x2x2", "exact", train=True, max_rounds=1, by_rule=True): Limits(944, 9.12, 1.29, 0),
+    Case("v5p:2x2x2", "exact", train=True, max_rounds=1, by_rule=True): Limits(875, 7.63, 1.29, 0),
     Case("gb200:1x4x1", "exact", train=True, sizes=TILED): Limits(14.3, 0.104, 1.36, 0),
     Case("v6e:2x4", "exact", train=True, sizes=SMALL): Limits(9.4, 0.018, 7.9, 0),
     Case("tpu7x:2x2x1", "exact", train=True, sizes=SMALL): Limits(10.6, 0.021, 7.9, 0),
