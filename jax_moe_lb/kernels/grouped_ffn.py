@@ -128,7 +128,7 @@ def fused_inner_products(
     return _on_device(fused, lambda rows, *others: _inner_products(in_rows(rows), *others), rows, experts, group_sizes)
 
 
-def fuses(rows: ReceivedRows, experts: Experts | ExpertParts) -> bool:
+def fuses(rows: ReceivedRows | jax.ShapeDtypeStruct, experts: Experts | ExpertParts) -> bool:
     """Return whether kernels of the default device compute the activations inside the products."""
     first = _first(experts)
     groups = tuple(part.up.shape[0] for part in experts) if isinstance(experts, tuple) else first.up.shape[0]

@@ -368,7 +368,7 @@ def _gradients(
         one = _Round.of(i, weights.shape, plan.slots, receipt.lists, route, len(upstreams))
         before, of_slots, returned = None if sums is None else sums[2], None, None
         of_choices, weights_now = one.whole.returned(entry_weights), entry_weights
-        computed: list[_Part] = []
+        last: _Part | None = None
         done: tuple[Array, Array] | None = None
         for number in range(len(one.of_chunks)):
             saved, is_last = kept.of_chunk(number), number + 1 == len(one.of_chunks)
@@ -381,19 +381,19 @@ def _gradients(
             # would run most products beside the last exchange.
             inner, (now, weights_now, done) = in_order_on_tpu((of_outputs, products), (now, weights_now, done))
             of_outputs, products = inner
-            if done is not None:
-                of_choices, returned = one.given_back(computed[-1], *done, of_choices, returned)
+            if last is not None and done is not None:
+                of_choices, returned = one.given_back(last, *done, of_choices, returned)
             batch = BackwardRows(rows, part.copy_weights(), part.copies(as_rows(of_outputs)), products)
             of_rows, of_weights, of_slots = slots.pull_back(
                 batch, sizes, before, route.options, of_slots, is_last=is_last
             )
-            computed.append(part)
-            done = of_weights, as_words(part.sums(of_rows, None))
+            last, done = part, (of_weights, as_words(part.sums(of_rows, None)))
             if not is_last:
                 # Rows of the next chunk travel beside the products above, and gradients of its outputs beside its own.
                 done, now[0] = in_order_on_tpu(done, now[0])
+        assert last is not None
         assert done is not None
-        of_choices, returned = one.given_back(computed[-1], *done, of_choices, returned)
+        of_choices, returned = one.given_back(last, *done, of_choices, returned)
         # Gradients of replicas otherwise travel first, beside the products that hide those of rows.
         words, of_slots = in_order_on_tpu(jax.tree.map(as_words, returned), of_slots)
         of_entries = one.entry_sums(jax.tree.map(as_rows, words))
@@ -425,7 +425,7 @@ def _received(
         of_outputs, sent = in_order(of_outputs, sent)
         return as_words(one.send(sent[0])), of_outputs
     # The upstream gradients then travel beside the products that rematerialize the hidden activations. Replicas would
-    # otherwise travel beside these on TPUs.
+    # otherwise travel beside these on TPUs, although no result of this barrier with them is read.
     words, upstream = in_order(as_words(one.send(sent[0])), upstream)
     _, upstream = in_order_on_tpu(replicas, upstream)
     return words, as_words(one.send(upstream))

@@ -16,8 +16,7 @@ from jax_moe_lb.core.manual_axes import first_order
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.schedule import in_order_on_tpu
 from jax_moe_lb.core.topology import Topology
-from jax_moe_lb.core.types import Carry, DType, GroupSizes, ReceivedRows, Rows, Tokens
-from jax_moe_lb.kernels.grouped_ffn import Products
+from jax_moe_lb.core.types import Carry, DType, Tokens
 from jax_moe_lb.transport.compression import packed, unpacked
 from jax_moe_lb.transport.exchange import (
     DispatchOptions,
@@ -44,7 +43,7 @@ from jax_moe_lb.transport.one_round import (
     serve_round,
 )
 from jax_moe_lb.transport.replicate import Replicate
-from jax_moe_lb.transport.slot_weights import Slots, narrowed, optimization_barrier, traced_platform, widened
+from jax_moe_lb.transport.slot_weights import Slots, narrowed, optimization_barrier, widened
 
 ResidualsT = TypeVar("ResidualsT")
 
@@ -79,7 +78,7 @@ def _served(inputs: Inputs, replicate: Replicate, exchange: Exchange, topology: 
     def serve(inputs: Inputs) -> tuple[Tokens, Kept]:
         tokens, weights, experts, plan, receipt = inputs
         slots = Slots.of(experts, plan, replicate, topology)
-        out, kept = serve_rounds(tokens, weights.shape[1], receipt, slots.ffn, exchange, topology)
+        out, kept = serve_rounds(tokens, weights.shape[1], receipt, slots, exchange, topology)
         kept = kept._replace(replicas=slots.replicas if exchange.saved.replicas else None)
         with jax.named_scope("combine"):
             return combine(unpacked(exchange.transfer, out, tokens), weights, receipt), kept
@@ -91,7 +90,7 @@ def serve_rounds(
     tokens: Tokens,
     per_token: int,
     receipt: Receipt,
-    ffn: Callable[[ReceivedRows, GroupSizes, bool], tuple[Rows, Products]],
+    slots: Slots,
     exchange: Exchange,
     topology: Topology,
 ) -> tuple[TravellingRows, Kept]:
@@ -108,28 +107,29 @@ def serve_rounds(
         with jax.named_scope("dispatch"):
             copies = to_sending_order(now, receipt, per_token)
         one = Round(i, receipt, exchange, topology, tokens)
-        return serve_round(one, copies, lambda rows, sizes: ffn(rows, sizes, keeps_products), out)
+        return serve_round(one, copies, lambda rows, sizes: slots.ffn(rows, sizes, keeps_products), out)
 
     def further(i: Array, carry: tuple[TravellingRows, None]) -> tuple[TravellingRows, None]:
         return one_round(i, carry[0], False)[0], None
 
     out, kept = one_round(jnp.int32(0), None, saved.hidden)
-    kept = _of_backward_chunks(kept, exchange, receipt)
+    if _backward_exchange(exchange, tokens, per_token, slots) != exchange:
+        kept = _in_one_chunk(kept, exchange, receipt)
     kept = Kept(kept.rows if saved.rows else None, products=kept.products if saved.hidden else None)
     return overflow_rounds(receipt, exchange, further, (out, None))[0], kept
 
 
-def _backward_exchange(exchange: Exchange, num_copies: int) -> Exchange:
+def _backward_exchange(exchange: Exchange, tokens: Tokens, per_token: int, slots: Slots) -> Exchange:
     """Return the exchange of the backward pass."""
-    # The kernels of GPUs do not add to gradients of weights, so their sums over chunks take longer than they hide.
-    in_chunks = traced_platform() != "gpu"
-    return exchange if in_chunks else replace(exchange, buffers=exchange.buffers.in_one_chunk(num_copies))
+    # Sums over chunks take longer than they hide, unless kernels add in place.
+    num_copies = tokens.shape[0] * per_token
+    rows = jax.ShapeDtypeStruct((exchange.buffers.chunk_rows(num_copies), tokens.shape[1]), tokens.dtype)
+    in_one = exchange.buffers.chunks > 1 and not slots.adds_chunks(rows)
+    return replace(exchange, buffers=exchange.buffers.in_one_chunk(num_copies)) if in_one else exchange
 
 
-def _of_backward_chunks(kept: Kept, exchange: Exchange, receipt: Receipt) -> Kept:
-    """Return the arrays of the first round by the chunks of the backward pass."""
-    if exchange.buffers.chunks == _backward_exchange(exchange, receipt.order.size).buffers.chunks:
-        return kept
+def _in_one_chunk(kept: Kept, exchange: Exchange, receipt: Receipt) -> Kept:
+    """Return the arrays of the first round as those of one chunk."""
     order = exchange.order_in_one_chunk(receipt, jnp.int32(0))
 
     def in_one(*parts: Array) -> Array:
@@ -260,7 +260,7 @@ def _gradients(
     slots = Slots.of(experts, plan, again, topology, kept.replicas)
     batch = Batch(tokens, weights, upstream)
     before = () if replicate.uses_copy_engines else slots.replicas
-    exchange = _backward_exchange(exchange, weights.size)
+    exchange = _backward_exchange(exchange, tokens, per_token, slots)
     (of_copies, of_weights), of_slots = gradient_rounds(batch, receipt, slots, exchange, topology, kept, before)
     # Gradients of replicas otherwise travel first, beside the products that hide those of rows. The barrier sets the
     # layout of its arrays, so copies pass in that of exchanges.

@@ -57,6 +57,15 @@ class Slots(NamedTuple):
         return cls(experts, replicas, plan.placement[jax.lax.axis_index(topology.expert_axes)] >= 0)
 
     @property
+    def parts(self) -> ExpertParts:
+        """Home experts and, if there are any, replicas."""
+        return (self.home,) if self.replicas is None else (self.home, self.replicas)
+
+    def adds_chunks(self, rows: jax.ShapeDtypeStruct) -> bool:
+        """Return whether kernels add the gradients of experts to those of the chunk before, in place."""
+        return fuses(rows, self.parts) if traced_platform() == "tpu" else traced_platform() != "gpu"
+
+    @property
     def are_joined(self) -> bool:
         """Whether products read home experts and replicas from one array, a copy."""
         return self.replicas is not None and not takes_parts((self.home, self.replicas))
@@ -120,11 +129,10 @@ class Slots(NamedTuple):
         # The forward pass does not, because both forms at once would raise peak memory.
         if self.home.gate is None or self.home.has_adapters or not _is_accelerator():
             return False
-        parts = (self.home,) if self.replicas is None else (self.home, self.replicas)
         # Their kernels read rows once for both, and write one gradient of rows.
-        if fuses(rows, parts):
+        if fuses(rows, self.parts):
             return False
-        copied = jax.tree.leaves([(part.up, part.gate) for part in parts])
+        copied = jax.tree.leaves([(part.up, part.gate) for part in self.parts])
         copied_bytes = 0 if self.are_joined else 2 * sum(leaf.nbytes for leaf in copied)
         # Unfused, the rows are read once more for the forward products and once more for the weight gradients. Both
         # terms of the row gradient are written and read, and their sum is written. Saved products need no forward

@@ -18,7 +18,7 @@ from jax_moe_lb.core.schedule import in_order, in_order_on_cuda, in_order_on_tpu
 from jax_moe_lb.kernels import grouped_ffn
 from jax_moe_lb.kernels.operands import BackwardRows, RowGroups
 from jax_moe_lb.layer import CHECKPOINT_NAMES
-from jax_moe_lb.transport import Direct, MultiRailDispatch, QuantizedTransfer, Saved, TwoPhase, one_round, rounds
+from jax_moe_lb.transport import Direct, MultiRailDispatch, QuantizedTransfer, Saved, TwoPhase, one_round, slot_weights
 from jax_moe_lb.transport.exchange import Exchange, Receipt
 from jax_moe_lb.transport.one_round import Batch, Kept, Round, gradient_round, serve_round
 from tests.kernels.test_grouped_ffn import case as rows_of_groups
@@ -279,7 +279,7 @@ def test_chunks_and_saved_arrays_leave_values_unchanged(dispatch, saved, options
 @parametrize("is_one_slice", [True], [False])
 def test_a_backward_pass_in_one_chunk_reads_saved_arrays_of_chunks(is_one_slice, monkeypatch):
     """On GPUs, where rows of a chunk are sorted by slot and those of all chunks once more, or are already."""
-    monkeypatch.setattr(rounds, "traced_platform", lambda: "gpu")
+    monkeypatch.setattr(slot_weights.Slots, "adds_chunks", lambda *_: False)
     monkeypatch.setattr(Direct, "sends_one_slice_per_rank", lambda self, topology: is_one_slice)
     want, got = (results.__wrapped__("direct", None, *options) for options in ((), (EVERYTHING, None, 2)))
     assert_close(got[2][2], want[2][2], 1e-6)

@@ -11,7 +11,7 @@ import pytest
 from jax_moe_lb import Buffers, Experts, Topology, exact, feplb, greedy, plain, ultraep
 from jax_moe_lb.kernels import grouped_ffn
 from jax_moe_lb.kernels.grouped_matmul import grouped_outer
-from jax_moe_lb.transport import Direct, Gather, Once, Saved, slot_weights
+from jax_moe_lb.transport import Direct, Gather, Once, Saved, rounds, slot_weights
 from tests.layer_cases import Case, assert_equals_dense, make_mesh, sharded_moe, with_gradients
 from tests.marks import parametrize
 
@@ -95,6 +95,19 @@ def test_gate_goes_in_up_where_less_is_moved(num_rows, are_joined, in_parts, goe
     monkeypatch.setattr(slot_weights, "traced_platform", lambda: "tpu")
     assert slots.fuse_gate_up(rows) == goes
     assert not slots._replace(home=experts.fused()).fuse_gate_up(rows)
+
+
+@pytest.mark.parametrize(
+    ("platform", "fuses", "adds"),
+    [("cpu", False, True), ("gpu", True, False), ("tpu", True, True), ("tpu", False, False)],
+)
+def test_a_backward_pass_has_chunks_where_kernels_add_their_sums(platform, fuses, adds, monkeypatch):
+    monkeypatch.setattr(slot_weights, "traced_platform", lambda: platform)
+    monkeypatch.setattr(slot_weights, "fuses", lambda rows, parts: fuses)
+    experts = Experts(up=jnp.zeros((2, 4, 16)), down=jnp.zeros((2, 16, 4)))
+    exchange, tokens = Direct(Buffers(chunks=2)), jnp.zeros((32, 4))
+    backward = rounds._backward_exchange(exchange, tokens, 8, slot_weights.Slots(experts, None))
+    assert backward.buffers.chunks == 1 + adds
 
 
 @parametrize("platform", ["cpu"], ["gpu"])

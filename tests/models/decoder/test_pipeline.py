@@ -84,7 +84,7 @@ CASES = {
     "alternating windows, a block a stage": (("gpt_oss", 4), ParallelConfig(2, 2, "exact", stages=2)),
     "alternating windows, two blocks a stage": (("gpt_oss", 8), ParallelConfig(2, 1, "plain", **BLOCKS)),
     "dense layers, layers before, multi-token prediction": (
-        ("deepseek_v3", 6),
+        ("deepseek_v3", 6, 1),
         ParallelConfig(1, 2, "greedy", **BLOCKS, layers_before=1),
     ),
     "delta networks": (("qwen3_next", 8), ParallelConfig(1, 2, "plain", stages=2)),
