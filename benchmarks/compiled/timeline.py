@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from benchmarks.compiled.megablox import products_by
 from benchmarks.layer.dispatches import sending_copies
 from benchmarks.render.results import Table, Value
 from jax_moe_lb import Buffers, ExpertConfig, MoE, Precision, System, TopK, exact
@@ -32,7 +33,6 @@ from jax_moe_lb.aot.compiler_options import LATENCY_HIDING
 from jax_moe_lb.aot.layer import LayerProgram
 from jax_moe_lb.aot.load import DEFAULT_LOAD, LayerLoad, counts_of
 from jax_moe_lb.aot.timeline import Timeline
-from jax_moe_lb.kernels.backends import prefer_backend
 from jax_moe_lb.layer.systems import system_named
 from jax_moe_lb.transport import Saved
 
@@ -161,7 +161,10 @@ def of_options(given: argparse.Namespace) -> Table:
 TPUS = ("v5e:2x4", "v6e:2x4", "v5p:2x2x2")
 ONCE, CHUNKS = exact(max_rounds=1, dispatch="once"), Buffers(max_rounds=1, chunks=2)
 CHUNKED, CHUNKED_ONCE = exact(buffers=CHUNKS, dispatch="direct"), exact(buffers=CHUNKS, dispatch="once")
-BY_XLA = "direct, two chunks, products by XLA"
+PRODUCTS_BY = {
+    "direct, two chunks, products by Megablox": "Megablox",
+    "direct, two chunks, products by XLA": "lax.ragged_dot",
+}
 FORMS = {
     "once": ONCE,
     "once, two chunks": CHUNKED_ONCE,
@@ -169,7 +172,7 @@ FORMS = {
     "direct": exact(max_rounds=1, dispatch="direct"),
     "direct, two chunks": CHUNKED,
     "direct, two chunks, saved rows and replicas": CHUNKED.replace(saved=SAVED),
-    BY_XLA: CHUNKED,
+    **dict.fromkeys(PRODUCTS_BY, CHUNKED),
 }
 """System of each form. The rule chooses two chunks, of `Once` on v5e and v6e and of `Direct` on v5p."""
 
@@ -190,17 +193,17 @@ def residual_bytes(target: Target, system: System) -> int:
 
 
 def row_of_form(key: Key, folder: Path) -> list[Value]:
-    target, system = key[0], FORMS[key[1]]
-    if key[1] == BY_XLA:
-        folder = folder / "by_xla"
+    (target, form), system = key, FORMS[key[1]]
+    if form in PRODUCTS_BY:
+        folder = folder / PRODUCTS_BY[form]
         folder.mkdir(exist_ok=True)
-    with prefer_backend("lax.ragged_dot") if key[1] == BY_XLA else nullcontext():
+    with products_by(PRODUCTS_BY[form]) if form in PRODUCTS_BY else nullcontext():
         found = compiled(target, system, folder)
     timeline = found.timeline(load_of(target, system))
     bounds = timeline.bounds()
     memory = found.temp_bytes / 1e6, found.peak_bytes / 1e6, residual_bytes(Target.parse(target), system) / 1e6
     times = timeline.total_s, timeline.exposed_s, *(bounds.get(name, 0.0) for name in ("HBM", "rows", "FLOPs"))
-    return [f"`{target}`", key[1], *memory, *(1e3 * seconds for seconds in times)]
+    return [f"`{target}`", form, *memory, *(1e3 * seconds for seconds in times)]
 
 
 def of_tpus(given: argparse.Namespace) -> Table:
