@@ -134,7 +134,7 @@ RUNS = (
     Run("compiled.timeline", ("options",), refusal=_compilers, result="timeline_options"),
     Run("compiled.timeline", ("forms",), refusal=_compilers, result="timeline_tpu"),
     Run("compiled.timeline", ("planner",), refusal=_compilers, result="timeline_planner"),
-    Run("compiled.torus", quick=(), result="timeline_torus"),
+    Run("compiled.torus", quick=()),
     Run("compiled.slices", refusal=_compilers),
     Run("reliability.files", ("--number", "100000"), ()),
     Run("reliability.files", ("--number", "20000", "--seed", "1"), ("--seed", "1"), result="reliability_files_again"),

@@ -69,7 +69,7 @@ class Page:
     def answers(self, given: str) -> str:
         """Return a table of titles and first paragraphs of pages."""
         folder, *names = given.split()
-        rows = [self.answer(f"{folder}{name}.md") for name in names]
+        rows = [self.answer(posixpath.normpath(f"{folder}{name}.md")) for name in names]
         return "\n".join(["| page | answer |", "|---|---|", *rows])
 
     def answer(self, path: str) -> str:
