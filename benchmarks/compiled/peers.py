@@ -1,8 +1,8 @@
 """Layers of other projects against ours, compiled for a node of 8 H100 not present: forward and backward.
 
 With `--maxtext`, MaxText's ring of experts is compiled beside ours for 8 TPU v5e, as its grouped products have no
-kernel for GPUs; see `peer_maxtext.py` for its installation. That table has only the memory, as the work inside its
-kernels is not counted.
+kernel for GPUs; see `peer_maxtext.py` for its installation. That table has memory, traffic and the buffers of
+exchanges, but no time: rows of its kernels depend on the routing.
 
 Requires the compiler: the extra `cuda` or `tpu`, as installed by `ci/accelerators.sh` into `.venv-accelerators`. The
 sizes are the defaults of `compile_layer`: H 2048, F 768, E 128, T 4096 per rank, K 8, bfloat16. "Ideal" is three
@@ -95,21 +95,41 @@ def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     args, ideal_flops = shapes(mesh, sizes), BACKWARD * sizes.ideal_flops
     compile_one = partial(compile_for, target, args=args, mesh=mesh, ideal_flops=ideal_flops)
     rows: list[list[Value]] = []
-    columns = {"layer": "", "temporary MB": ".0f"}
-    if not given.maxtext:
-        columns |= {"TFLOP": ".2f", "FLOPs over ideal": ".2f", "memory traffic GB": ".2f", "host waits": "d"}
+    columns, work = (TPU_COLUMNS, exchanged) if given.maxtext else (GPU_COLUMNS, products)
     for layer_name, layer in make(mesh, sizes):
         with quiet_stderr():
-            rows.append([layer_name, *row_of(partial(compile_one, step_of(layer)))][: len(columns)])
+            rows.append([layer_name, *row_of(partial(compile_one, step_of(layer)), work)])
         print(rows[-1], flush=True)
     return {name.partition(":")[0]: Table(columns, rows)}
 
 
-def row_of(compiled: Callable[[], ProgramReport]) -> list[Value]:
+GPU_COLUMNS = {"layer": "", "temporary MB": ".0f", "TFLOP": ".2f", "FLOPs over ideal": ".2f"}
+GPU_COLUMNS |= {"memory traffic GB": ".2f", "host waits": "d"}
+TPU_COLUMNS = {
+    "layer": "",
+    "temporary MB": ".0f",
+    "memory traffic GB": ".2f",
+    "exchanges": "d",
+    "their buffers MB": ".0f",
+}
+
+LARGE_BYTES = 1e6
+"""Bytes of an exchange of rows or weights, more than those of lists."""
+
+
+def row_of(compiled: Callable[[], ProgramReport], work: Callable[[ProgramReport], list[Value]]) -> list[Value]:
     """Return the resources of a program, or the reason if the compiler rejects it."""
     try:
         found = compiled()
     except ValueError as error:
         return [f"refused: {str(error).splitlines()[0][:120]}", *[None] * 4]
-    work: list[Value] = [found.flops / 1e12, found.flops_over_ideal, found.hbm_bytes / 1e9, found.host_waits]
-    return [found.temp_bytes / 1e6, *work]
+    return [found.temp_bytes / 1e6, *work(found)]
+
+
+def products(found: ProgramReport) -> list[Value]:
+    return [found.flops / 1e12, found.flops_over_ideal, found.hbm_bytes / 1e9, found.host_waits]
+
+
+def exchanged(found: ProgramReport) -> list[Value]:
+    large = [one for one in found.collectives if one.nbytes > LARGE_BYTES * one.count]
+    return [found.hbm_bytes / 1e9, sum(one.count for one in large), sum(one.nbytes for one in large) / 1e6]

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks.compiled.megablox import products_by
+from benchmarks.compiled.peer_products import products_by
 from benchmarks.layer.dispatches import sending_copies
 from benchmarks.render.results import Table, Value
 from jax_moe_lb import Buffers, ExpertConfig, MoE, Precision, System, TopK, exact
@@ -163,6 +163,7 @@ ONCE, CHUNKS = exact(max_rounds=1, dispatch="once"), Buffers(max_rounds=1, chunk
 CHUNKED, CHUNKED_ONCE = exact(buffers=CHUNKS, dispatch="direct"), exact(buffers=CHUNKS, dispatch="once")
 PRODUCTS_BY = {
     "direct, two chunks, products by Megablox": "Megablox",
+    "direct, two chunks, products by tokamax": "tokamax",
     "direct, two chunks, products by XLA": "lax.ragged_dot",
 }
 FORMS = {

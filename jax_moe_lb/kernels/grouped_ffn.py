@@ -66,6 +66,8 @@ def _members(group_sizes: GroupSizes, num_rows: int) -> Bool[Array, "A S"]:
 ExpertParts = tuple[Experts, ...]
 """Experts in several parts with consecutive groups."""
 
+AnyExperts = Experts | ExpertParts
+
 
 def takes_parts(experts: ExpertParts) -> bool:
     """Return whether all products with these experts read them in parts, without a copy in one array."""
@@ -86,7 +88,7 @@ Products = tuple[Float[Array, "A _"], ...]
 
 
 @jax.custom_vjp
-def grouped_ffn(rows: ReceivedRows, experts: Experts | ExpertParts, group_sizes: GroupSizes) -> Rows:
+def grouped_ffn(rows: ReceivedRows, experts: AnyExperts, group_sizes: GroupSizes) -> Rows:
     """Apply the expert of the group to each row."""
     # `moe` calls it for the received rows of a rank; use it in custom transports. The residuals are `rows` and
     # `experts`: the backward pass recomputes the hidden activations.
@@ -94,7 +96,7 @@ def grouped_ffn(rows: ReceivedRows, experts: Experts | ExpertParts, group_sizes:
 
 
 def grouped_ffn_with_products(
-    rows: ReceivedRows, experts: Experts | ExpertParts, group_sizes: GroupSizes
+    rows: ReceivedRows, experts: AnyExperts, group_sizes: GroupSizes
 ) -> tuple[Rows, Products]:
     """Compute `grouped_ffn`; also return the products, which `grouped_ffn_gradients` then need not compute."""
     # It is not differentiable; use it in custom forward passes.
@@ -104,31 +106,25 @@ def grouped_ffn_with_products(
     return _by_platform(at_once, in_windows, rows.shape[0], rows, experts, group_sizes)
 
 
-def _network(rows: ReceivedRows, experts: Experts | ExpertParts, *, keeps_products: bool = False) -> Callable[..., Any]:
+def _network(rows: ReceivedRows, experts: AnyExperts, *, keeps_products: bool = False) -> Callable[..., Any]:
     """Return the network for all rows, by the kernels of the default device if they compute activations."""
-    at_once = partial(_at_once, keeps_products=keeps_products)
-    return (
-        partial(_on_device, partial(_fused, keeps_products=keeps_products), at_once)
-        if fuses(rows, experts)
-        else at_once
-    )
+    at_once, fused = (partial(network, keeps_products=keeps_products) for network in (_at_once, _fused))
+    return partial(_on_device, fused, at_once) if fuses(rows, experts) else at_once
 
 
-def fused_inner_products(
-    rows: ReceivedRows, experts: Experts | ExpertParts, group_sizes: GroupSizes
-) -> Products | None:
+def fused_inner_products(rows: ReceivedRows, experts: AnyExperts, group_sizes: GroupSizes) -> Products | None:
     """Return the products before the activation by one kernel on TPUs; `None` if `grouped_ffn_gradients` has others."""
     if accelerator() != "tpu" or _first(experts).is_fused or not fuses(rows, experts):
         return None
     from jax_moe_lb.kernels import fused_ffn
 
-    def fused(rows: ReceivedRows, experts: Experts | ExpertParts, group_sizes: GroupSizes) -> Products:
+    def fused(rows: ReceivedRows, experts: AnyExperts, group_sizes: GroupSizes) -> Products:
         return fused_ffn.inner_products(rows, _parts(jax.tree.map(usual_layout, experts)), group_sizes)
 
     return _on_device(fused, lambda rows, *others: _inner_products(in_rows(rows), *others), rows, experts, group_sizes)
 
 
-def fuses(rows: ReceivedRows | jax.ShapeDtypeStruct, experts: Experts | ExpertParts) -> bool:
+def fuses(rows: ReceivedRows | jax.ShapeDtypeStruct, experts: AnyExperts) -> bool:
     """Return whether kernels of the default device compute the activations inside the products."""
     first = _first(experts)
     groups = tuple(part.up.shape[0] for part in experts) if isinstance(experts, tuple) else first.up.shape[0]
@@ -151,7 +147,7 @@ def _on_device(fused: Callable[..., Any], other: Callable[..., Any], *operands: 
 
 
 def _fused(
-    rows: ReceivedRows, experts: Experts | ExpertParts, group_sizes: GroupSizes, *, keeps_products: bool = False
+    rows: ReceivedRows, experts: AnyExperts, group_sizes: GroupSizes, *, keeps_products: bool = False
 ) -> tuple[Rows, Products]:
     from jax_moe_lb.kernels import fused_ffn
 
@@ -166,7 +162,7 @@ def _fused(
     return _matmul(hidden, experts, "down", group_sizes), products
 
 
-def _parts(experts: Experts | ExpertParts) -> ExpertParts:
+def _parts(experts: AnyExperts) -> ExpertParts:
     return experts if isinstance(experts, tuple) else (experts,)
 
 
@@ -194,7 +190,7 @@ def _in_windows(
 
 
 def _at_once(
-    rows: ReceivedRows, experts: Experts | ExpertParts, group_sizes: GroupSizes, *, keeps_products: bool = False
+    rows: ReceivedRows, experts: AnyExperts, group_sizes: GroupSizes, *, keeps_products: bool = False
 ) -> tuple[Rows, Products]:
     rows, experts = in_rows(rows), jax.tree.map(usual_layout, experts)
     # Rows are independent, so rows beyond the groups affect no others and need no mask.
@@ -203,27 +199,25 @@ def _at_once(
     return outputs, products if keeps_products else ()
 
 
-def _first(experts: Experts | ExpertParts) -> Experts:
+def _first(experts: AnyExperts) -> Experts:
     return experts[0] if isinstance(experts, tuple) else experts
 
 
-def _kind(experts: Experts | ExpertParts, name: str) -> Any:
+def _kind(experts: AnyExperts, name: str) -> Any:
     """Return one weight array; for experts in parts, a tuple of arrays."""
     return tuple(getattr(part, name) for part in experts) if isinstance(experts, tuple) else getattr(experts, name)
 
 
-def _inner_products(rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSizes) -> Products:
+def _inner_products(rows: Rows, experts: AnyExperts, group_sizes: GroupSizes) -> Products:
     return tuple(_product(rows, experts, name, group_sizes) for name in _first(experts).inner_kinds)
 
 
-def _product(rows: Rows, experts: Experts | ExpertParts, name: str, group_sizes: GroupSizes) -> Array:
+def _product(rows: Rows, experts: AnyExperts, name: str, group_sizes: GroupSizes) -> Array:
     products, bias = _matmul(rows, experts, name, group_sizes), _in_one(_kind(experts, f"{name}_bias"))
     return products if bias is None else products + bias_rows(bias, group_sizes, rows.shape[0])
 
 
-def _matmul(
-    rows: Rows, experts: Experts | ExpertParts, name: str, group_sizes: GroupSizes, *, transposed: bool = False
-) -> Array:
+def _matmul(rows: Rows, experts: AnyExperts, name: str, group_sizes: GroupSizes, *, transposed: bool = False) -> Array:
     """Multiply rows with the matrices of a kind, and with one factor of the adapters after the other."""
     multiply = partial(grouped_matmul, group_sizes=group_sizes, transposed=transposed)
     products = multiply(rows, _kind(experts, name))
@@ -239,20 +233,18 @@ def _in_one(bias: Any) -> Array | None:
     return None if bias[0] is None else jnp.concatenate(bias)
 
 
-def _save(
-    rows: ReceivedRows, experts: Experts | ExpertParts, group_sizes: GroupSizes
-) -> tuple[Rows, tuple[ReceivedRows, Experts | ExpertParts, GroupSizes]]:
-    return grouped_ffn(rows, experts, group_sizes), (rows, experts, group_sizes)
+def _save(*operands: Any) -> tuple[Rows, tuple[Any, ...]]:
+    return grouped_ffn(*operands), operands
 
 
 def grouped_ffn_gradients(
     batch: BackwardRows,
-    experts: Experts | ExpertParts,
+    experts: AnyExperts,
     groups: RowGroups,
     sums_dtype: DType,
-    sums: Experts | ExpertParts | None = None,
-    again: Callable[[Array], Experts | ExpertParts] | None = None,
-) -> tuple[Rows, Float[Array, "A 1"], Experts | ExpertParts]:
+    sums: AnyExperts | None = None,
+    again: Callable[[Array], AnyExperts] | None = None,
+) -> tuple[Rows, Float[Array, "A 1"], AnyExperts]:
     """Compute the gradients of `weights * grouped_ffn(rows, experts, group_sizes)`."""
     # Use it in a handwritten backward pass, such as the one of the rounds.
     at_once = partial(_gradients_at_once, sums_dtype=sums_dtype, again=again)
@@ -287,13 +279,13 @@ def _gradients_in_windows(
 
 def _gradients_at_once(
     batch: BackwardRows,
-    experts: Experts | ExpertParts,
+    experts: AnyExperts,
     groups: RowGroups,
-    sums: Experts | ExpertParts | None,
+    sums: AnyExperts | None,
     *,
     sums_dtype: DType,
-    again: Callable[[Array], Experts | ExpertParts] | None = None,
-) -> tuple[Rows, Float[Array, "A 1"], Experts | ExpertParts]:
+    again: Callable[[Array], AnyExperts] | None = None,
+) -> tuple[Rows, Float[Array, "A 1"], AnyExperts]:
     (rows, weights, upstream, products), group_sizes = batch.in_rows, groups.sizes
     experts, inner = jax.tree.map(usual_layout, experts), _first(experts).inner_kinds
     # Clear rows beyond the groups: weight gradients sum over all rows.
@@ -360,7 +352,7 @@ def _gradients_at_once(
     return of_rows, of_weights, _with_kinds(experts, of_kinds)
 
 
-def _reading_tail(rows: Rows, experts: Experts | ExpertParts, dtype: DType) -> list[str]:
+def _reading_tail(rows: Rows, experts: AnyExperts, dtype: DType) -> list[str]:
     """Return the platforms on which the gradients of weights may read rows beyond the groups."""
     parts, first = tuple(part.up.shape[0] for part in _parts(experts)), _first(experts)
     groups = parts if isinstance(experts, tuple) else parts[0]
@@ -374,13 +366,13 @@ def _reading_tail(rows: Rows, experts: Experts | ExpertParts, dtype: DType) -> l
 
 def _fused_gradients(
     batch: BackwardRows,
-    experts: Experts | ExpertParts,
+    experts: AnyExperts,
     groups: RowGroups,
-    sums: Experts | ExpertParts | None,
+    sums: AnyExperts | None,
     *,
     sums_dtype: DType,
-    again: Callable[[Array], Experts | ExpertParts] | None = None,
-) -> tuple[Rows, Float[Array, "A 1"], Experts | ExpertParts]:
+    again: Callable[[Array], AnyExperts] | None = None,
+) -> tuple[Rows, Float[Array, "A 1"], AnyExperts]:
     from jax_moe_lb.kernels import fused_ffn
 
     experts = jax.tree.map(usual_layout, experts)
@@ -394,15 +386,13 @@ def _fused_gradients(
     return of_rows, of_weights, _with_kinds(experts, kinds)
 
 
-def _with_kinds(experts: Experts | ExpertParts, kinds: dict[str, Any]) -> Experts | ExpertParts:
+def _with_kinds(experts: AnyExperts, kinds: dict[str, Any]) -> AnyExperts:
     if not isinstance(experts, tuple):
         return replace(experts, **kinds).trained
     return tuple(replace(part, **{name: of[i] for name, of in kinds.items()}).trained for i, part in enumerate(experts))
 
 
-def _backward(
-    saved: tuple[ReceivedRows, Experts | ExpertParts, GroupSizes], upstream: Rows
-) -> tuple[ReceivedRows, Experts | ExpertParts, None]:
+def _backward(saved: tuple[Any, ...], upstream: Rows) -> tuple[ReceivedRows, AnyExperts, None]:
     rows, experts, group_sizes = saved
     ones = vary_like(jnp.ones((rows.shape[0], 1), wide_dtype(rows)), rows)
     batch, dtype = BackwardRows(rows, ones, upstream), _first(experts).up.dtype

@@ -16,6 +16,7 @@ from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Carry, DType, GroupSizes, ReceivedRows, Rows, wide_dtype
 from jax_moe_lb.kernels.grouped_ffn import (
+    AnyExperts,
     ExpertParts,
     Products,
     fused_inner_products,
@@ -70,7 +71,7 @@ class Slots(NamedTuple):
         """Whether products read home experts and replicas from one array, a copy."""
         return self.replicas is not None and not takes_parts((self.home, self.replicas))
 
-    def weights(self, group_sizes: Array) -> Experts | ExpertParts:
+    def weights(self, group_sizes: Array) -> AnyExperts:
         """Return the weights of all slots, for a product of rows with these group sizes."""
         if self.replicas is None:
             return self.home
@@ -80,7 +81,7 @@ class Slots(NamedTuple):
         # arrays of all weights would stay in memory.
         return joined(*optimization_barrier(group_sizes, (self.home, self.replicas)))
 
-    def again(self, after: Array) -> Experts | ExpertParts:
+    def again(self, after: Array) -> AnyExperts:
         """Return the same weights, built after `after` is computed."""
         home, replicas = optimization_barrier(after, (self.home, self.replicas))
         return Slots(home, replicas).weights(after)
@@ -105,12 +106,12 @@ class Slots(NamedTuple):
         self,
         batch: BackwardRows,
         group_sizes: GroupSizes,
-        sums: Experts | ExpertParts | None,
+        sums: AnyExperts | None,
         exchange: DispatchOptions,
-        of_chunks: Experts | ExpertParts | None = None,
+        of_chunks: AnyExperts | None = None,
         *,
         is_last: bool = True,
-    ) -> tuple[Rows, RowWeights, Experts | ExpertParts]:
+    ) -> tuple[Rows, RowWeights, AnyExperts]:
         """Compute the gradients of the rows of a chunk, of the weights, and of the experts of all slots."""
         # Those of experts are added to the ones of earlier chunks of the round, and after the last chunk to `sums`, the
         # ones of earlier rounds.
@@ -144,25 +145,23 @@ class Slots(NamedTuple):
         batch: BackwardRows,
         group_sizes: GroupSizes,
         sums_dtype: DType,
-        sums: Experts | ExpertParts | None = None,
+        sums: AnyExperts | None = None,
         *,
         fused: bool,
-    ) -> tuple[Rows, RowWeights, Experts | ExpertParts]:
+    ) -> tuple[Rows, RowWeights, AnyExperts]:
         """Compute `grouped_ffn_gradients` with these weights, with the gate in `up` if `fused`."""
         # On GPUs the last products use rematerialized weights. On TPUs this would increase memory traffic.
 
-        def in_form(experts: Experts | ExpertParts) -> Experts | ExpertParts:
+        def in_form(experts: AnyExperts) -> AnyExperts:
             return jax.tree.map(Experts.fused, experts, is_leaf=_are_experts) if fused else experts
 
-        def of_last_products(after: Array) -> Experts | ExpertParts:
+        def of_last_products(after: Array) -> AnyExperts:
             return in_form(self.again(after))
 
         at, last = in_form(self.weights(group_sizes)), of_last_products if traced_platform() == "gpu" else None
         return grouped_ffn_gradients(batch, at, RowGroups(group_sizes, self.is_read), sums_dtype, sums, last)
 
-    def gradients_at_home(
-        self, of_slots: Experts | ExpertParts, plan: Plan, replicate: Replicate, topology: Topology
-    ) -> Experts:
+    def gradients_at_home(self, of_slots: AnyExperts, plan: Plan, replicate: Replicate, topology: Topology) -> Experts:
         """Return the gradients of the home experts, after those of replicas came home."""
         of_home, of_replicas = apart_by_home(of_slots, plan.num_home)
         return at_home(self.home, of_home, None if self.replicas is None else of_replicas, plan, replicate, topology)
@@ -190,7 +189,7 @@ def optimization_barrier(other: Array, tree: Carry) -> Carry:
     return jax.lax.optimization_barrier((other, tree))[1]
 
 
-def apart_by_home(of_slots: Experts | ExpertParts, num_home: int) -> tuple[Experts, Experts | None]:
+def apart_by_home(of_slots: AnyExperts, num_home: int) -> tuple[Experts, Experts | None]:
     """Split gradients by slot into those of home experts, with possible extra rows, and those of replicas."""
     if isinstance(of_slots, tuple):
         return of_slots[0], of_slots[1]

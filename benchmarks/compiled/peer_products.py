@@ -1,4 +1,4 @@
-"""JAX's Megablox kernels for TPUs as a backend of grouped products, for comparison."""
+"""Kernels for TPUs of JAX, Megablox, and of tokamax as backends of grouped products, for comparison."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,12 +7,13 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import tokamax
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jaxtyping import Array
 
 from jax_moe_lb.core.manual_axes import unvarying_call, vary_alike
 from jax_moe_lb.kernels import backends
-from jax_moe_lb.kernels.backends import Backend, Product, prefer_backend
+from jax_moe_lb.kernels.backends import DIMENSIONS, Backend, Product, prefer_backend
 from jax_moe_lb.kernels.operands import RowGroups
 
 ROWS = 128
@@ -42,6 +43,21 @@ def _outer(product: Product, rows: Array, others: Array, groups: RowGroups, sums
     return result if sums is None else sums + result
 
 
+def _by_tokamax(product: Product, left: Array, right: Array, groups: RowGroups, sums: Array | None = None) -> Array:
+    def multiply(left: Array, right: Array, sizes: Array) -> Array:
+        return tokamax.ragged_dot_general(
+            left,
+            right,
+            group_sizes=sizes,
+            ragged_dot_dimension_numbers=DIMENSIONS[product.kind],
+            preferred_element_type=product.dtype,
+            implementation="mosaic_tpu",
+        )
+
+    result = unvarying_call(multiply, *vary_alike((left, right, groups.sizes)))
+    return result if sums is None else sums + result
+
+
 @contextmanager
 def _manual_types(rows: Array) -> Iterator[None]:
     # Inside `shard_map` results need a type that Megablox does not give them.
@@ -56,11 +72,14 @@ def _why_not(product: Product) -> str | None:
     return None
 
 
-MEGABLOX = Backend("Megablox", "tpu", why="it is compared", why_not=_why_not, matmul=_matmul, outer=_outer)
+PEERS = (
+    Backend("Megablox", "tpu", why="it is compared", why_not=_why_not, matmul=_matmul, outer=_outer),
+    Backend("tokamax", "tpu", why="it is compared", why_not=_why_not, matmul=_by_tokamax, outer=_by_tokamax),
+)
 
 
 @contextmanager
 def products_by(name: str) -> Iterator[None]:
-    """Prefer a backend, which may be Megablox, as `prefer_backend` does."""
-    with mock.patch.object(backends, "BACKENDS", (MEGABLOX, *backends.BACKENDS)), prefer_backend(name):
+    """Prefer a backend as `prefer_backend` does; it may be one of `PEERS`."""
+    with mock.patch.object(backends, "BACKENDS", (*PEERS, *backends.BACKENDS)), prefer_backend(name):
         yield
