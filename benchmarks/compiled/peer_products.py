@@ -51,6 +51,7 @@ def _by_tokamax(product: Product, left: Array, right: Array, groups: RowGroups, 
             group_sizes=sizes,
             ragged_dot_dimension_numbers=DIMENSIONS[product.kind],
             preferred_element_type=product.dtype,
+            manual_axis_type=jax.typeof(left).manual_axis_type,
             implementation="mosaic_tpu",
         )
 
