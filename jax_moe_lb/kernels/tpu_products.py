@@ -7,8 +7,8 @@ that divide the width into equal numbers of vectors.
 A step of the grid multiplies the rows of one group in one tile of rows. Steps are in the order of rows, so the results
 of a tile with several groups, and the sums of a group over its tiles, stay in vector memory until they are complete.
 
-Rows and results may be in the layout of exchanges, in words: each has a number of either half of a row, and those of a
-row are contiguous. A tile of rows in words is unpacked once, in vector memory.
+Rows and results may be in the layout of exchanges, in words. A word has a number of either half of a row, and the words
+of a row are contiguous. A tile of rows in words is unpacked once, in vector memory.
 """
 
 import itertools
