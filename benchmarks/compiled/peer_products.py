@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from jax_moe_lb.core.manual_axes import unvarying_call, vary_alike
 from jax_moe_lb.kernels import backends
-from jax_moe_lb.kernels.backends import DIMENSIONS, Backend, Product, prefer_backend
+from jax_moe_lb.kernels.backends import DIMENSIONS, Backend, Product, _then_add, prefer_backend
 from jax_moe_lb.kernels.operands import RowGroups
 
 ROWS = 128
@@ -34,16 +34,15 @@ def _matmul(product: Product, rows: Array, weights: Array, groups: RowGroups) ->
     return unvarying_call(multiply, *vary_alike((rows, weights, groups.sizes)))
 
 
-def _outer(product: Product, rows: Array, others: Array, groups: RowGroups, sums: Array | None) -> Array:
+def _outer(product: Product, rows: Array, others: Array, groups: RowGroups) -> Array:
     def multiply(rows: Array, others: Array, sizes: Array) -> Array:
         with _manual_types(rows):
             return tgmm(rows.T, others, sizes, product.dtype, _tile(product, 1024))
 
-    result = unvarying_call(multiply, *vary_alike((rows, others, groups.sizes)))
-    return result if sums is None else sums + result
+    return unvarying_call(multiply, *vary_alike((rows, others, groups.sizes)))
 
 
-def _by_tokamax(product: Product, left: Array, right: Array, groups: RowGroups, sums: Array | None = None) -> Array:
+def _by_tokamax(product: Product, left: Array, right: Array, groups: RowGroups) -> Array:
     def multiply(left: Array, right: Array, sizes: Array) -> Array:
         return tokamax.ragged_dot_general(
             left,
@@ -55,8 +54,7 @@ def _by_tokamax(product: Product, left: Array, right: Array, groups: RowGroups, 
             implementation="mosaic_tpu",
         )
 
-    result = unvarying_call(multiply, *vary_alike((left, right, groups.sizes)))
-    return result if sums is None else sums + result
+    return unvarying_call(multiply, *vary_alike((left, right, groups.sizes)))
 
 
 @contextmanager
@@ -74,8 +72,8 @@ def _why_not(product: Product) -> str | None:
 
 
 PEERS = (
-    Backend("Megablox", "tpu", why="it is compared", why_not=_why_not, matmul=_matmul, outer=_outer),
-    Backend("tokamax", "tpu", why="it is compared", why_not=_why_not, matmul=_by_tokamax, outer=_by_tokamax),
+    Backend("Megablox", "tpu", why="it is compared", why_not=_why_not, matmul=_matmul, outer=_then_add(_outer)),
+    Backend("tokamax", "tpu", why="it is compared", why_not=_why_not, matmul=_by_tokamax, outer=_then_add(_by_tokamax)),
 )
 
 

@@ -241,7 +241,7 @@ class _Product:
         num_results = len(epilogue.operands) + epilogue.num_results
         columns = _columns(width, len(parts) * len(terms[0].factors), depths, num_results)
         size, groups = _chip().mxu_column_size, tuple(part.shape[0] for part in parts)
-        writes_words = travels and has_words(width) and width % columns == 0 and columns % (2 * LANES) == 0
+        writes_words = travels and width % columns == 0 and has_words(columns)
         return cls(size, columns, width, groups, transposed, epilogue, writes_words)
 
     @property

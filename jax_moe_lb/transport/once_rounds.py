@@ -425,7 +425,7 @@ def _received(
         of_outputs, sent = in_order(of_outputs, sent)
         return as_words(one.send(sent[0])), of_outputs
     # The upstream gradients then travel beside the products that rematerialize the hidden activations. Replicas would
-    # otherwise travel beside these on TPUs, although no result of this barrier with them is read.
+    # otherwise travel beside these on TPUs. The barrier has this effect although its replicas are not read.
     words, upstream = in_order(as_words(one.send(sent[0])), upstream)
     _, upstream = in_order_on_tpu(replicas, upstream)
     return words, as_words(one.send(upstream))
