@@ -194,7 +194,8 @@ class OperationTime:
                 slices = load.replicas if shape.operand_rows == load.plan.num_home else load.replica_gradients
             # Both directions of an exchange have the same busiest rank.
             nbytes = unit * busiest_rank_bytes(slices.sum(2))
-        return Estimate(rates.start + nbytes / rates.copy_engines, "link")
+        fixed_s, copied_s = rates.host_wait if one.waits_for_host else rates.start, nbytes / rates.copy_engines
+        return Estimate(fixed_s + copied_s, "host" if one.waits_for_host and fixed_s > copied_s else "link")
 
     def _exchange(self, one: ScheduledOperation, shape: ExchangeShape, i: int) -> Estimate:
         on = self._group(shape)

@@ -110,7 +110,7 @@ class ScheduledOperation:
     items: int = 0
     loop: Loop | None = None  # kind of a loop; None for other operations
     trips: int = 1  # iterations of a counted loop
-    waits_for_host: bool = False  # whether the host reads the condition of a loop or branch
+    waits_for_host: bool = False  # whether the host reads the condition of a loop or branch, or the tables of copies
     planned_ranks: int = 0  # ranks of a domain of a planner that runs as a kernel; 0 for other operations
     body: "tuple[ScheduledOperation, ...]" = ()  # operations of a loop
 
@@ -261,11 +261,15 @@ class _Reader:
         elif target.startswith("moe_lb_plan") and not target.endswith("_and_copy"):
             yield ScheduledOperation(name, Kind.PLANNER, stage, planned_ranks=_planned_ranks(one))
         else:
-            if target.startswith("moe_lb_plan"):
+            plans = target.startswith("moe_lb_plan")
+            if plans:
                 yield ScheduledOperation(name, Kind.JOIN, stage, stream=Kind.PLANNER.value)
             beside = not target.endswith("_sum")
             shape = _copied(computation, one)
-            yield ScheduledOperation(name, Kind.COPIES, stage, wave=wave, exchange=shape, runs_beside=beside)
+            # Copy engines take addresses from the host: it reads the tables first, unless it made them.
+            yield ScheduledOperation(
+                name, Kind.COPIES, stage, wave=wave, exchange=shape, runs_beside=beside, waits_for_host=not plans
+            )
 
     def _wave(self, one: Instruction) -> str:
         words = re.findall(r"\w+", self.module.op_name(one))

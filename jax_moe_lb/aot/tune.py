@@ -29,6 +29,7 @@ from jax_moe_lb.transport.dispatch import Dispatch
 from jax_moe_lb.transport.exchange import Saved
 from jax_moe_lb.transport.forward import Forward
 from jax_moe_lb.transport.once import Once
+from jax_moe_lb.transport.replicate import Gather, PeerCopy
 
 MORE_MEMORY = 1.05
 """Default limit of memory, relative to the layer's own form."""
@@ -112,9 +113,10 @@ def tune(
 ) -> Tuned:
     """Search for the fastest form of a layer within a limit of memory.
 
-    The forms differ in dispatch, chunks, saved arrays, the loop of rounds if the system needs one round only, and the
-    scheduler of the compiler. The library chooses kernels for each of them. Every form computes equal values, up to
-    rounding. Compiling a form takes 10 to 30 seconds, and no program runs.
+    The forms differ in dispatch, chunks, saved arrays, the loop of rounds if the system needs one round only, the
+    scheduler of the compiler, and on NVIDIA GPUs the transport of weights. The library chooses kernels for each of
+    them. Every form computes equal values, up to rounding. Compiling a form takes 10 to 30 seconds, and no program
+    runs.
 
     Saved arrays are residuals: a stack of layers without rematerialization stores them once per layer. Pass the number
     of layers whose residuals exist at the same time. With `jax.checkpoint` around each layer it is 1, and saved arrays
@@ -188,6 +190,12 @@ def _save(name: str, system: System) -> System | None:
     return system.replace(saved=replace(dispatch.saved, **{name: True}))
 
 
+def _by_peer_copies(system: System) -> System | None:
+    if system.replicate != Gather() or not system.replica_slots:
+        return None
+    return replace(system, replicate=PeerCopy())
+
+
 @dataclass
 class _Search:
     """Greedy search over changes of a form."""
@@ -246,6 +254,9 @@ class _Search:
         yield "two chunks", _two_chunks
         for saved in fields(Saved):
             yield f"saved {saved.name}", partial(_save, saved.name)
+        if self.program.target.platform == "cuda":
+            # After the options that hide or save exchanges of weights: the copies replace these.
+            yield "peer copies of weights", _by_peer_copies
 
     def _one_round(self, system: System) -> System | None:
         sizes, buffers = self.program.sizes, system.dispatch.buffers
@@ -317,9 +328,10 @@ def print_tuned(tuned: Tuned, console: Console | None = None) -> None:
 
 def usage_lines(tuned: Tuned) -> list[str]:
     """Format the fastest form as Python."""
+    parts = f"replicate={tuned.system.replicate!r}, dispatch={tuned.system.dispatch!r}"
     return [
         f"fastest: {tuned.best.name}",
-        f"    system = dataclasses.replace(system, dispatch={tuned.system.dispatch!r})",
+        f"    system = dataclasses.replace(system, {parts})",
         f"    step = jax.jit(step, compiler_options={tuned.compiler_options!r})",
     ]
 

@@ -173,7 +173,10 @@ def test_planners_and_copies_of_this_package():
         ("sum", Kind.COPIES, "backward/replicate", "", False),
         ("joined", Kind.JOIN, "replicate", "", False),
     ]
-    shapes = [one.exchange for one in found if one.exchange]
+    copies = [one for one in found if one.kind is Kind.COPIES]
+    # The host made the tables of a planned copy; it reads the others from the device.
+    assert [one.waits_for_host for one in copies] == [False, True, True]
+    shapes = [one.exchange for one in copies]
     weights, rows = 2 * 256 * 128 * 2, 640 * 256 * 2
     assert [(shape.operand_rows, shape.nbytes) for shape in shapes] == [(2, weights), (640, rows), (2, weights)]
 

@@ -313,14 +313,22 @@ def test_rounds_of_lists_have_even_parts():
     assert max(sent.sum() for sent in rounds) < 1.1 * min(sent.sum() for sent in rounds)
 
 
-def test_peer_copies_run_on_copy_engines_until_they_are_joined():
-    shape = ExchangeShape(PEER_COPIES, None, 1, 10**9, 10**9, 2, 0, "")
-    copies = ScheduledOperation("copies", Kind.COPIES, "replicate", exchange=shape, runs_beside=True)
-    join = ScheduledOperation("join", Kind.JOIN, "replicate")
-    found = timeline((copies, ONE["hidden"], join), TARGET)
-    assert [span.stream for span in found.spans] == [ENGINES, COMPUTE, COMPUTE]
-    assert found.total_s == pytest.approx(RATES.start + 10**9 / RATES.copy_engines)
-    assert found.exposed_s == pytest.approx(found.total_s - found.spans[1].seconds)
+@pytest.mark.parametrize(("waits", "fixed_s"), [(True, RATES.host_wait), (False, RATES.start)])
+def test_peer_copies_run_on_copy_engines_until_they_are_joined(waits, fixed_s):
+    def found(nbytes):
+        shape = ExchangeShape(PEER_COPIES, None, 1, nbytes, nbytes, 2, 0, "")
+        copies = ScheduledOperation(
+            "copies", Kind.COPIES, "replicate", exchange=shape, runs_beside=True, waits_for_host=waits
+        )
+        return timeline((copies, ONE["hidden"], ScheduledOperation("join", Kind.JOIN, "replicate")), TARGET)
+
+    large, small = found(10**9), found(0)
+    assert [span.stream for span in large.spans] == [ENGINES, COMPUTE, COMPUTE]
+    assert large.total_s == pytest.approx(fixed_s + 10**9 / RATES.copy_engines)
+    assert large.exposed_s == pytest.approx(large.total_s - large.spans[1].seconds)
+    # Copies without bytes still wait for the host, which reads that there are none.
+    assert small.spans[0].seconds == pytest.approx(fixed_s)
+    assert (large.spans[0].bound, small.spans[0].bound) == ("link", "host" if waits else "link")
 
 
 def test_devices_without_rates_are_refused():

@@ -1,5 +1,6 @@
 """The search for the fastest form, over programs whose costs are given."""
 
+import dataclasses
 import re
 from dataclasses import dataclass, replace
 
@@ -8,11 +9,11 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
-from jax_moe_lb import Buffers, exact
+from jax_moe_lb import Buffers, exact, plain, ultraep
 from jax_moe_lb.aot import Target, print_tuned, tune
 from jax_moe_lb.aot.compiler_options import LATENCY_HIDING
 from jax_moe_lb.aot.layer import LayerProgram
-from jax_moe_lb.transport import Direct, Once, Saved
+from jax_moe_lb.transport import Direct, Gather, Once, PeerCopy, Relay, Saved
 from tests.layer_cases import make_layer, make_mesh
 
 TOKENS, WIDTH, INNER, EXPERTS = 64, 16, 8, 16
@@ -41,6 +42,7 @@ def costs(system, options):
     if isinstance(dispatch, Once):
         return Report(900_000, 1.5)
     changes = dispatch.buffers.chunks - 1 + dispatch.saved.rows + dispatch.saved.replicas
+    changes += system.replicate == PeerCopy()
     if options.get(LATENCY_HIDING):
         changes, temp_bytes = changes + 1, 1_200_000
     return Report(temp_bytes, step_s * 0.9**changes)
@@ -78,19 +80,27 @@ def test_every_change_that_saves_time_is_kept_within_the_memory(layer, compiled)
     assert isinstance(tuned.system.dispatch, Direct)
     assert (tuned.system.dispatch.buffers, saved.rows, saved.replicas) == (Buffers(chunks=2), True, True)
     assert LATENCY_HIDING not in tuned.best.compiler_options
-    assert tuned.best.step_s == pytest.approx(0.9**3)
+    on_gpus = tuned.target.startswith("h100")
+    assert tuned.system.replicate == (PeerCopy() if on_gpus else Gather())
+    assert tuned.best.step_s == pytest.approx(0.9 ** (3 + on_gpus))
     assert tuned.memory_bytes == 1_050_000
     # One option at a time: not a product of all options.
-    assert len(compiled) == len(tuned.tried) <= 12
+    assert len(compiled) == len(tuned.tried) <= 14
 
 
 def test_more_memory_permits_latency_hiding(layer, compiled):
     tuned = tune(layer, X, memory_bytes=1_300_000)
-    hides = tuned.target.startswith("h100")
-    assert tuned.best.compiler_options.get(LATENCY_HIDING, False) is hides
-    assert tuned.best.step_s == pytest.approx(0.9 ** (3 + hides))
+    on_gpus = tuned.target.startswith("h100")
+    assert tuned.best.compiler_options.get(LATENCY_HIDING, False) is on_gpus
+    assert tuned.best.step_s == pytest.approx(0.9 ** (3 + 2 * on_gpus))
     # The mesh of this test is of CPUs, for which the library has no options.
     assert tuned.compiler_options == tuned.best.compiler_options
+
+
+@pytest.mark.parametrize("system", [plain(dispatch="direct"), ultraep(dispatch="direct")])
+def test_a_system_keeps_its_own_transport_of_weights(layer, compiled, system):
+    layer.system = system
+    assert {type(form.system.replicate) for form in tune(layer, X).tried} == {type(system.replicate)} <= {Gather, Relay}
 
 
 @pytest.mark.slow
@@ -142,8 +152,9 @@ def test_the_printed_form_is_code(layer, compiled, capsys):
     print_tuned(tuned, Console(width=200))
     printed = capsys.readouterr().out
     assert "estimated from the compiled programs, not run" in printed
-    code = re.search(r"dispatch=(Direct\(.*\))\)\n", printed)[1]
-    assert eval(code, {"Direct": Direct, "Buffers": Buffers, "Saved": Saved}) == tuned.system.dispatch
+    code = re.search(r"system = (dataclasses\.replace\(.*\))\n", printed)[1]
+    classes = {kind.__name__: kind for kind in (Direct, Buffers, Saved, Gather, PeerCopy)}
+    assert eval(code, classes | {"dataclasses": dataclasses, "system": layer.system}) == tuned.system
     assert all(form.reason for form in tuned.tried)
 
 
