@@ -19,6 +19,9 @@ std::string VerifyFill(const Attributes& attributes, const Operands& call, const
 // The same of counts [R, E], for a planner also making the placement.
 std::string VerifyExact(const Attributes& attributes, const Operands& call, const std::vector<Array>& rets);
 
+// The same of several plans of the same counts, one after the other.
+std::string VerifyExactKernel(const Attributes& attributes, const Operands& call, const std::vector<Array>& rets);
+
 // Of placement [R, S]: a replica copies from home, or from a rank holding the expert that copies from home.
 std::string VerifyRelay(const Attributes& attributes, const Operands& call, const std::vector<Array>& rets);
 

@@ -81,6 +81,16 @@ Call Exact(Random& random) {
   return call;
 }
 
+// A plan for each of several limits.
+Call ExactKernel(Random& random) {
+  Call call = Exact(random);
+  Operands& only = call.devices[0];
+  const int64_t plans = random.Between(1, 3);
+  only.args.push_back(IntsBetween(random, {plans}, -1, 4));
+  for (Array* ret : {&only.rets[0], &only.rets[1]}) *ret = Result(kS32, {plans * ret->dims[0], ret->dims[1]});
+  return call;
+}
+
 Call FasterMoe(Random& random) {
   const Placement placement(random);
   // FasterMoE copies only experts served by home alone, so all tokens start at home. A random quota would rarely lead
@@ -129,7 +139,7 @@ std::map<std::string, ValidCalls> ValidPlannerCalls() {
       {"moe_lb_plan_ultraep", {Edit<RandomUltraEp>, false, VerifyEdit}},
       {"moe_lb_plan_relay", {Relay, false, VerifyRelay}},
       {"moe_lb_plan_exact", {Exact, false, VerifyExact}},
-      {"moe_lb_plan_exact_kernel", {Exact, false, VerifyExact}},
+      {"moe_lb_plan_exact_kernel", {ExactKernel, false, VerifyExactKernel}},
       {"moe_lb_plan_ultraep_kernel", {Edit<RandomUltraEp>, false, VerifyEdit}},
       {"moe_lb_plan_relay_kernel", {Relay, false, VerifyRelay}},
       {"moe_lb_plan_spray", {Spray, false, VerifySpray}},

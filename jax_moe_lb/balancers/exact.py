@@ -8,8 +8,11 @@ from jax_moe_lb.balancers.weighing import Weighing, weighing
 from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
-from jax_moe_lb.core.types import Counts, State, namespace
-from jax_moe_lb.planners.exact import check_exact, exact
+from jax_moe_lb.core.types import Counts, State
+from jax_moe_lb.planners.exact import UNBOUNDED, check_exact, exact_plans
+
+ANY = (UNBOUNDED,)
+"""Limits of one plan of any number of replicas."""
 
 SEARCH_ENDS = 1 / 4096
 """Relative distance to the mean load at which the planner stops its search."""
@@ -31,14 +34,14 @@ class Exact(Balancer):
     With a `cost`, it keeps the old plan unless a new one saves time. The decision holds for all domains together,
     because a layer takes as long as its slowest rank. The planner runs under the limit of replicas with the lowest
     bound on the time of its plans, and once more if the next bound is below the time found. If no bound saves time, the
-    planner does not run. With rates of the device alone (`Cost.device`), the planner runs at most twice, under the
-    limit that pays at twice the mean load and under none. A selection keeps the fastest plan, so that the program has
-    no branch for the host to evaluate.
+    planner does not run. With rates of the device alone (`Cost.device`), it plans at most twice, under the limit that
+    pays at twice the mean load and under none; GPUs plan both at once. A selection keeps the fastest plan, so that the
+    program has no branch for the host to evaluate.
 
     On CPUs and NVIDIA GPUs with custom calls, the planner runs in C++; GPUs run it as a kernel if a domain has at most
-    128 ranks and fits into shared memory. On other platforms, such as TPU, a different
-    search in jnp runs in the jitted program; its plans differ but follow the same rules. With `call_host`, these
-    platforms run the C++ planner through a host callback.
+    128 ranks and fits into shared memory. On other platforms, such as TPU, a different search in jnp runs in the jitted
+    program; its plans differ but follow the same rules. With `call_host`, these platforms run the C++ planner through a
+    host callback.
 
     Args:
         eps: fraction by which the maximum load may be higher to save replicas. 0 costs about one replica per rank; 0.01
@@ -107,7 +110,7 @@ class Exact(Balancer):
             topology: topology of the group.
         """
         plans = self._weighing(plan, topology)
-        return (self._planned(counts, plan), 1) if plans is None else plans.on_host(counts, plan)
+        return (self._planned(counts, plan, ANY)[0], 1) if plans is None else plans.on_host(counts, plan)
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """Plan the domains separately; see `Balancer.rebalance`.
@@ -117,7 +120,7 @@ class Exact(Balancer):
             RuntimeError: with `call_host`, the C++ planner is not built.
         """
         plans = self._weighing(plan, topology)
-        return self._planned(counts, plan) if plans is None else plans.fastest(counts, plan), state
+        return self._planned(counts, plan, ANY)[0] if plans is None else plans.fastest(counts, plan), state
 
     def _weighing(self, plan: Plan, topology: Topology) -> Weighing | None:
         """Return the comparison of plans by time; `None` without a cost, or if its sizes and rates are unknown."""
@@ -132,13 +135,10 @@ class Exact(Balancer):
             return None
         return weighing(self._planned, cost, plan, topology, self.max_fan_out)
 
-    def _planned(self, counts: Counts, plan: Plan, most: int | None = None) -> Plan:
-        """Plan with at most `most` replicas sent and received by a rank; `None` for any number."""
-        slots, fan_out = plan.slots, self.max_fan_out
-        if most is not None:
-            slots = plan.num_home + min(plan.slots - plan.num_home, most)
-            fan_out = most if fan_out is None else min(most, fan_out)
-        placement, quota = exact(counts, slots, plan.domain, self.eps, fan_out, self.localize, self.call_host)
-        if slots < plan.slots:
-            placement = namespace(placement).pad(placement, ((0, 0), (0, plan.slots - slots)), constant_values=-1)
-        return replace(plan, placement=placement, quota=quota, relay=None, rails=None)
+    def _planned(self, counts: Counts, plan: Plan, limits: tuple[int, ...]) -> list[Plan]:
+        """Plan under each limit on the replicas sent and received by a rank."""
+        options = plan.slots, plan.domain, self.eps, self.max_fan_out, self.localize, self.call_host
+        return [
+            replace(plan, placement=placement, quota=quota, relay=None, rails=None)
+            for placement, quota in exact_plans(limits, counts, *options)
+        ]

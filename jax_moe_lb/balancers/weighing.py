@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +19,9 @@ from jax_moe_lb.planners.base import is_on_host
 LIMITS = (1, 2, 4, 8)
 """Numbers of replicas sent and received by a rank to try, beside any number."""
 
+PlanUnder = Callable[[Counts, Plan, tuple[int, ...]], list[Plan]]
+"""Planner: the plans under each limit on the replicas sent and received by a rank."""
+
 MOST_PLANS = 2
 """Maximum number of plans made, each under another limit."""
 
@@ -26,7 +30,7 @@ MOST_PLANS = 2
 class Weighing:
     """Plans of a planner under ascending limits of replicas, compared by time in token copies."""
 
-    planned: Callable[[Counts, Plan, int], Plan]  # with at most some replicas sent and received by a rank
+    planned: PlanUnder
     limits: tuple[int, ...]  # the last one is no limit
     scale: TimeScale
     max_rows: int | None
@@ -39,19 +43,19 @@ class Weighing:
         # Compared plans must vary over the same mesh axes.
         counts, placement, quota = alike(counts, plan.placement, plan.quota)
         plan = replace(plan, placement=placement, quota=quota)
-        return self._unbranched(counts, plan) if self.worthwhile else self._branched(counts, plan)
+        return self._fastest_of(self.worthwhile, counts, plan) if self.worthwhile else self._branched(counts, plan)
 
     def on_host(self, counts: Counts, plan: Plan) -> tuple[Plan, int]:
         """Return the plan with the least time, and how often the planner ran."""
         if self.worthwhile:
-            return self._unbranched(counts, plan), 1
+            return self._fastest_of(self.worthwhile, counts, plan), 1
         bounds, time = self._bounds(counts, plan), self.time(plan)
         for run in range(MOST_PLANS):
             choice = int(self._choice(bounds, plan, time))
             if not choice:
                 return plan, run
             bounds[choice - 1] = MOST_COPIES
-            other = self.planned(counts, plan, self.limits[choice - 1])
+            (other,) = self.planned(counts, plan, (self.limits[choice - 1],))
             other_time = self.time(other)
             if self._is_faster(other, plan, other_time < time):
                 plan, time = other, other_time
@@ -92,16 +96,11 @@ class Weighing:
         most, were = load(other).max(), load(plan).max()
         return namespace(most).where((most > self.max_rows) | (were > self.max_rows), most < were, saves)
 
-    def _faster(self, limit: int, counts: Counts, plan: Plan) -> Plan:
-        """Return the plan under a limit if it takes less time, without a branch, as the planner has already run."""
-        other = self.planned(counts, plan, limit)
-        saves = self.time(other) < self.time(plan)
-        return jax.tree.map(partial(namespace(plan.quota).where, self._is_faster(other, plan, saves)), other, plan)
-
-    def _unbranched(self, counts: Counts, plan: Plan) -> Plan:
-        """Return the fastest plan under the worthwhile limits, without branches that the host would evaluate."""
-        for limit in self.worthwhile:
-            plan = self._faster(limit, counts, plan)
+    def _fastest_of(self, limits: tuple[int, ...], counts: Counts, plan: Plan) -> Plan:
+        """Return the fastest plan under these limits, or the old one, without branches that the host would evaluate."""
+        for other in self.planned(counts, plan, limits):
+            saves = self.time(other) < self.time(plan)
+            plan = jax.tree.map(partial(namespace(plan.quota).where, self._is_faster(other, plan, saves)), other, plan)
         return plan
 
     def _branched(self, counts: Counts, plan: Plan) -> Plan:
@@ -111,7 +110,7 @@ class Weighing:
             del counts
             return plan
 
-        branches: list[Callable[[Counts, Plan], Plan]] = [keep, *(partial(self._faster, one) for one in self.limits)]
+        branches: list[Any] = [keep, *(partial(self._fastest_of, (limit,)) for limit in self.limits)]
 
         def run(_: Array, carry: tuple[Plan, Array]) -> tuple[Plan, Array]:
             plan, bounds = carry
@@ -125,9 +124,7 @@ class Weighing:
         return jax.lax.fori_loop(0, MOST_PLANS, run, (plan, self._bounds(counts, plan)))[0]
 
 
-def weighing(
-    planned: Callable[[Counts, Plan, int], Plan], cost: Cost, plan: Plan, topology: Topology, max_fan_out: int | None
-) -> Weighing:
+def weighing(planned: PlanUnder, cost: Cost, plan: Plan, topology: Topology, max_fan_out: int | None) -> Weighing:
     """Return the comparison of the plans of a planner by a cost."""
     any_number = plan.domain * (plan.slots - plan.num_home)
     most = any_number if max_fan_out is None else min(any_number, max_fan_out)

@@ -1,5 +1,6 @@
 """Planner searching for the lowest maximum load, then for the fewest replicas within it."""
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -7,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_moe_lb.core.custom_calls import PLANNING_MODULE, has_planning_module
+from jax_moe_lb.core.custom_calls import PLANNING_MODULE, by_platform, has_planning_module, like
 from jax_moe_lb.core.manual_axes import vary_like
-from jax_moe_lb.core.topology import check_domain, home_experts_per_rank
-from jax_moe_lb.core.types import AnyArray, Counts, Placement, Quota
-from jax_moe_lb.planners.base import kernel_check, plan_on_host, run_planner
+from jax_moe_lb.core.native_planner import alike
+from jax_moe_lb.core.topology import INT32_MAX, check_domain, home_experts_per_rank
+from jax_moe_lb.core.types import AnyArray, Counts, Placement, Quota, namespace
+from jax_moe_lb.planners.base import is_on_host, kernel_check, plan_call, plan_on_host, run_planner
 
 UNBOUNDED = 2**63 - 1
 """Value of `max_fan_out` without a limit, the int64 maximum: the custom call takes no `None`."""
@@ -27,31 +29,79 @@ def exact(
     call_host: bool = False,
 ) -> tuple[Placement, Quota]:
     """Plan placement and quota from the counts alone; `ffi/planning/exact.h` specifies the rule."""
-    # `Exact` calls it. On platforms without the custom call, such as TPU, a different search in jnp plans by the same
+    # On platforms without the custom call, such as TPU, a different search in jnp plans by the same
     # rules (`planners/exact_search.py`), but its plans differ.
     # Returns the placement `[R, S]` and the quota `[E, R]`, int32; NumPy arrays for NumPy inputs. For invalid counts,
     # the custom call stops the program on a CPU. On a GPU it returns -1 in all entries. The jnp form returns an illegal
     # plan.
+    return exact_plans((UNBOUNDED,), counts, num_slots, domain, eps, max_fan_out, localize, call_host)[0]
+
+
+def exact_plans(
+    limits: Sequence[int],
+    counts: Counts,
+    num_slots: int,
+    domain: int,
+    eps: float,
+    max_fan_out: int | None,
+    localize: bool,
+    call_host: bool,
+) -> list[tuple[Placement, Quota]]:
+    """Plan as `exact` under limits on the replicas sent and received by a rank; the slots above a limit are empty."""
+    # `Exact` calls it. The kernel of NVIDIA GPUs has a block for each plan, so that all take the time of one.
     check_shapes(counts, num_slots, domain)
     check_exact(eps, max_fan_out)
-    num_ranks, num_experts = counts.shape
     if call_host and not has_planning_module():
         raise RuntimeError(f"call_host is set, but {PLANNING_MODULE} was not built; expected it, or call_host=False")
-    placement, quota = run_planner(
-        "exact",
-        ((num_ranks, num_slots), (num_experts, num_ranks)),
-        counts,
-        reference=partial(_from_host if call_host else _in_jax, num_slots=num_slots),
-        # The custom call derives the slots from the shape of its result; the NumPy form needs an argument.
-        host_options={"num_slots": num_slots},
-        in_kernel=lambda: fits_kernel(counts.shape, num_slots, domain, eps, localize),
-        domain=domain,
+    options: dict[str, Any] = {
+        "limits": limits,
+        "num_slots": num_slots,
+        "domain": domain,
         # A NumPy scalar keeps 64 bits as an attribute, which C++ reads as a double.
-        eps=np.float64(eps),
-        max_fan_out=UNBOUNDED if max_fan_out is None else max_fan_out,
-        localize=localize,
-    )
-    return placement, quota
+        "eps": np.float64(eps),
+        "max_fan_out": UNBOUNDED if max_fan_out is None else max_fan_out,
+        "localize": localize,
+    }
+    reference = _from_host if call_host else _in_jax
+
+    def one_by_one(counts: Counts) -> list[tuple[Placement, Quota]]:
+        return _one_by_one(counts, reference, **options)
+
+    if is_on_host(counts) or not fits_kernel(counts.shape, num_slots, domain, eps, localize):
+        return one_by_one(counts)
+    return by_platform(*alike(counts), native=one_by_one, reference=one_by_one, cuda=partial(_in_kernel, **options))
+
+
+def _one_by_one(
+    counts: Counts, reference: Callable, limits: Sequence[int], num_slots: int, max_fan_out: int, **options: Any
+) -> list[tuple[Placement, Quota]]:
+    (num_ranks, num_experts), plans = counts.shape, list[tuple[Placement, Quota]]()
+    for limit in limits:
+        slots = min(num_slots, num_experts // num_ranks + limit)
+        placement, quota = run_planner(
+            "exact",
+            ((num_ranks, slots), (num_experts, num_ranks)),
+            counts,
+            reference=partial(reference, num_slots=slots),
+            # The custom call derives the slots from the shape of its result; the NumPy form needs an argument.
+            host_options={"num_slots": slots},
+            max_fan_out=min(max_fan_out, limit),
+            **options,
+        )
+        if slots < num_slots:
+            placement = namespace(placement).pad(placement, ((0, 0), (0, num_slots - slots)), constant_values=-1)
+        plans.append((placement, quota))
+    return plans
+
+
+def _in_kernel(
+    counts: jax.Array, limits: Sequence[int], num_slots: int, **options: Any
+) -> list[tuple[Placement, Quota]]:
+    (num_ranks, num_experts), plans = counts.shape, len(limits)
+    results = like(counts, (plans * num_ranks, num_slots)), like(counts, (plans * num_experts, num_ranks))
+    operands = alike(counts, np.array(limits).clip(max=INT32_MAX))
+    planned = plan_call("exact_kernel", results, *operands, **options)
+    return list(zip(*(jnp.split(result, plans) for result in planned), strict=True))
 
 
 def _in_jax(counts: Counts, **options: Any) -> tuple[Placement, Quota]:

@@ -13,7 +13,7 @@ import pytest
 from jax_moe_lb import _planning
 from jax_moe_lb.core.custom_calls import is_built
 from jax_moe_lb.planners import base
-from jax_moe_lb.planners.exact import UNBOUNDED, exact, fits_kernel
+from jax_moe_lb.planners.exact import UNBOUNDED, exact, exact_plans, fits_kernel
 from tests.planners.planner_cases import PLANNERS, assert_same
 from tests.planners.test_exact import draw_counts
 
@@ -81,6 +81,20 @@ def test_gpus_run_the_kernel_if_the_domain_fits(num_ranks):
     assert (f"@{target}(" in traced.lower(lowering_platforms=("cuda",)).as_text()) == is_built("cuda")
     if is_built("cpu"):
         assert "@moe_lb_plan_exact(" in traced.lower(lowering_platforms=("cpu",)).as_text()
+
+
+@pytest.mark.slow
+def test_plans_under_several_limits_are_one_launch():
+    """On a CPU, each has a call of its own."""
+    counts, limits = draw_counts(np.random.default_rng(3), 8, 4, 1e4), (1, UNBOUNDED, 0)
+    plan = jax.jit(lambda counts: exact_plans(limits, counts, 6, 8, 0.0, None, True, False))
+    for limit, planned in zip(limits, plan(counts), strict=True):
+        slots = 4 + min(2, limit)
+        placement, quota = _planning.exact(counts, slots, 8, 0.0, limit, True)
+        assert_same(planned, (np.pad(placement, ((0, 0), (0, 6 - slots)), constant_values=-1), quota))
+    if has_kernels():
+        lowered = plan.trace(counts).lower(lowering_platforms=("cuda",)).as_text()
+        assert lowered.count("@moe_lb_plan_exact_kernel(") == 1
 
 
 def in_kernel(name):

@@ -1,4 +1,4 @@
-// `ExactDomains` of ffi/planning as one launch: a block of threads for each domain, equal plans.
+// `ExactDomains` of ffi/planning as one launch: a block of threads for each domain and limit, equal plans.
 //
 // Candidates of a plan are independent, so each has a warp and a flow: three rules for the lowest maximum load, and
 // three for the fewest replicas under the limit of that load. The limit is not known until the first three are done.
@@ -20,9 +20,10 @@ namespace moe_lb::device {
 template <typename T, int W>
 class ExactPlanner {
  public:
-  // domain: the number of this block.
-  static MOE_LB_DEVICE void Run(const T& t, const ExactCall& call, int domain) {
-    ExactPlanner planner(t, call, domain);
+  static MOE_LB_DEVICE void Run(const T& t, const ExactCall& call, int block) {
+    const int plan = block / call.domains();
+    const ExactCall only = call.Only(plan, t.template Global<const int32_t>(call.limits, Size(call.plans))[plan]);
+    ExactPlanner planner(t, only, block % call.domains());
     if (!planner.Load()) return;
     planner.Plan();
     planner.Write();

@@ -32,6 +32,7 @@ struct Case {
   int64_t fan_out;
   bool localize, keeps_counts;
   std::vector<int32_t> counts;
+  std::vector<int32_t> limits = {INT32_MAX};  // of each plan
 
   size_t ranks() const { return static_cast<size_t>(num_ranks); }
   size_t experts() const { return static_cast<size_t>(num_ranks * home); }
@@ -43,23 +44,37 @@ struct Plan {
   std::vector<int32_t> placement, quota;
 };
 
+// A limit is one of slots and of the fan-out. The slots above it are empty.
 Plan OnHost(const Case& c) {
-  Plan plan = {0, std::vector<int32_t>(c.ranks() * c.all_slots()), std::vector<int32_t>(c.experts() * c.ranks())};
-  const Status bad =
-      ExactDomains({c.counts.data(), c.ranks(), c.experts()}, {c.domain, c.eps, c.fan_out, c.localize},
-                   {plan.placement.data(), c.ranks(), c.all_slots()}, {plan.quota.data(), c.experts(), c.ranks()});
-  plan.status = bad ? 1 : 0;
+  const size_t amounts = c.experts() * c.ranks();
+  Plan plan = {0, {}, std::vector<int32_t>(c.limits.size() * amounts)};
+  for (size_t number = 0; number < c.limits.size(); ++number) {
+    const int limit = std::max(c.limits[number], 0);
+    const size_t slots = static_cast<size_t>(c.home + std::min(c.slots, limit));
+    std::vector<int32_t> placement(c.ranks() * slots);
+    const Status bad = ExactDomains(
+        {c.counts.data(), c.ranks(), c.experts()}, {c.domain, c.eps, std::min<int64_t>(c.fan_out, limit), c.localize},
+        {placement.data(), c.ranks(), slots}, {plan.quota.data() + number * amounts, c.experts(), c.ranks()});
+    plan.status = bad ? 1 : plan.status;
+    for (size_t rank = 0; rank < c.ranks(); ++rank) {
+      const auto first = placement.begin() + static_cast<int64_t>(rank * slots);
+      plan.placement.insert(plan.placement.end(), first, first + static_cast<int64_t>(slots));
+      plan.placement.resize((number * c.ranks() + rank + 1) * c.all_slots(), -1);
+    }
+  }
   return plan;
 }
 
 ExactCall CallOf(const Case& c, Plan* plan) {
-  plan->placement.assign(c.ranks() * c.all_slots(), -7);
-  plan->quota.assign(c.experts() * c.ranks(), -7);
+  plan->placement.assign(c.limits.size() * c.ranks() * c.all_slots(), -7);
+  plan->quota.assign(c.limits.size() * c.experts() * c.ranks(), -7);
   const Shape shape = {c.domain, c.domain * c.home, c.home, std::min(c.slots, (c.domain - 1) * c.home)};
   return {c.counts.data(),
+          c.limits.data(),
           plan->placement.data(),
           plan->quota.data(),
           &plan->status,
+          static_cast<int>(c.limits.size()),
           c.num_ranks,
           c.num_ranks * c.home,
           c.home + c.slots,
@@ -97,13 +112,15 @@ Case RandomCase(std::mt19937& random) {
   c.localize = random() % 2 == 0;
   c.keeps_counts = c.localize && random() % 2 == 0;
   c.counts = Skewed(random, c.num_ranks, c.home, std::pow(10, Pick(random, 0, 6)));
+  if (random() % 4 == 0) c.limits = {Pick(random, 0, 2), INT32_MAX, Pick(random, -1, 4)};
   return c;
 }
 
 std::string Describe(const Case& c) {
   return std::to_string(c.num_ranks) + " ranks, domain " + std::to_string(c.domain) + ", home " +
          std::to_string(c.home) + ", slots " + std::to_string(c.slots) + ", eps " + std::to_string(c.eps) +
-         ", fan-out " + std::to_string(c.fan_out) + ", localize " + std::to_string(c.localize);
+         ", fan-out " + std::to_string(c.fan_out) + ", localize " + std::to_string(c.localize) + ", plans " +
+         std::to_string(c.limits.size());
 }
 
 void ExpectPlanOfHost(Fibers& block, const Case& c) {
@@ -127,7 +144,7 @@ void RandomCountsGiveThePlanOfTheHost(int64_t number, uint32_t seed) {
 
 // Loads of DeepSeek-V3's size, at the default options.
 Case LargeCase(std::mt19937& random, int num_ranks, int experts) {
-  Case c = {num_ranks, experts / num_ranks, 2, num_ranks, 0.01, INT64_MAX, true, true, {}};
+  Case c = {num_ranks, experts / num_ranks, 2, num_ranks, 0.01, INT64_MAX, true, true, {}, {1, INT32_MAX}};
   c.counts = Skewed(random, num_ranks, c.home, 1e4);
   return c;
 }
@@ -159,7 +176,7 @@ void TiesGiveThePlanOfTheHost() {
 // Known tokens, which all start on the first rank.
 Case CaseOf(int num_ranks, int slots, int64_t fan_out, const std::vector<int32_t>& tokens) {
   const int home = static_cast<int>(tokens.size()) / num_ranks;
-  Case c = {num_ranks, home, slots, num_ranks, 0, fan_out, false, false, tokens};
+  Case c = {num_ranks, home, slots, num_ranks, 0, fan_out, false, false, tokens, {INT32_MAX}};
   c.counts.resize(c.ranks() * c.experts());
   return c;
 }

@@ -13,12 +13,15 @@
 
 namespace moe_lb::device {
 
-// One call. All arrays are in global memory.
+// One call: a plan for each limit on the replicas that a rank receives, and its experts send. All arrays are in global
+// memory.
 struct ExactCall {
   const int32_t* counts;  // [all ranks, all experts]
-  int32_t* placement;     // [all ranks, all slots]
-  int32_t* quota;         // [all experts, all ranks]
+  const int32_t* limits;  // [plans]
+  int32_t* placement;     // [plans, all ranks, all slots]
+  int32_t* quota;         // [plans, all experts, all ranks]
   int32_t* status;        // [1]: 0, or 1 for counts that ExactDomains refuses
+  int plans;
   int all_ranks, all_experts, all_slots;
   Shape shape;  // of a domain
   double eps;
@@ -26,9 +29,21 @@ struct ExactCall {
   bool localize;
   bool keeps_counts;  // in shared memory, for `localize`
 
-  MOE_LB_ANYWHERE int blocks() const { return all_ranks / shape.num_ranks; }
+  MOE_LB_ANYWHERE int domains() const { return all_ranks / shape.num_ranks; }
+  MOE_LB_ANYWHERE int blocks() const { return plans * domains(); }
   MOE_LB_ANYWHERE size_t all_amounts() const { return Size(all_experts) * Size(all_ranks); }
   MOE_LB_ANYWHERE size_t words() const { return shape.words(); }
+
+  // The call of one of the plans. Its shared memory is not more than that of the whole call.
+  MOE_LB_ANYWHERE ExactCall Only(int plan, int32_t limit) const {
+    ExactCall one = *this;
+    one.placement += Size(plan) * Size(all_ranks * all_slots);
+    one.quota += Size(plan) * all_amounts();
+    one.plans = 1;
+    one.shape.slots = Least(shape.slots, Most(limit, 0));
+    one.fan_out = Least(fan_out, Most(limit, 0));
+    return one;
+  }
 };
 
 constexpr int kCandidates = 6;
@@ -76,10 +91,13 @@ inline bool Fit(ExactCall* call, int64_t domain) {
 }
 
 // A call of arrays whose shapes match; `Fit` sets the rest.
-inline ExactCall ExactOf(MatrixView<const int32_t> counts, const ExactDomainsOptions& options,
-                         MatrixView<int32_t> placement, MatrixView<int32_t> quota, int32_t* status) {
+inline ExactCall ExactOf(MatrixView<const int32_t> counts, View<const int32_t> limits,
+                         const ExactDomainsOptions& options, MatrixView<int32_t> placement, MatrixView<int32_t> quota,
+                         int32_t* status) {
   ExactCall call = {};
   call.counts = counts.flat().data();
+  call.limits = limits.data();
+  call.plans = static_cast<int>(limits.size());
   call.placement = placement.flat().data();
   call.quota = quota.flat().data();
   call.status = status;

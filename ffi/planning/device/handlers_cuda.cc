@@ -28,23 +28,27 @@ xf::Error TooLarge(const char* name) {
   return xf::Error::InvalidArgument(std::string(name) + ": the domain does not fit into shared memory");
 }
 
+// More would not change a choice among plans, and the number of blocks must fit int32.
+constexpr size_t kMostPlans = 64;
+
 bool IsDomain(int64_t domain, size_t ranks) { return domain >= 1 && static_cast<int64_t>(ranks) % domain == 0; }
 
 bool HasShape(MatrixView<int32_t> array, size_t rows, size_t columns) {
   return array.rows() == rows && array.columns() == columns;
 }
 
-xf::Error Exact(Matrix counts, FromAttributes<ExactDomainsOptions> options, MatrixResult placement, MatrixResult quota,
-                StatusResult status, cudaStream_t stream) {
+xf::Error Exact(Matrix counts, Vector limits, FromAttributes<ExactDomainsOptions> options, MatrixResult placement,
+                MatrixResult quota, StatusResult status, cudaStream_t stream) {
   constexpr const char* kName = "moe_lb_plan_exact_kernel";
-  const auto in = In(counts);
+  const auto in = In(counts), most = In(limits);
   const auto slots = Out(placement), amounts = Out(quota);
-  const size_t ranks = in.rows(), experts = in.columns();
+  const size_t ranks = in.rows(), experts = in.columns(), plans = most.columns();
   const bool fits = ranks >= 1 && experts >= 1 && experts % ranks == 0 && IsDomain(options.domain, ranks) &&
-                    slots.rows() == ranks && slots.columns() >= experts / ranks && HasShape(amounts, experts, ranks) &&
+                    plans >= 1 && plans <= kMostPlans && slots.rows() == plans * ranks &&
+                    slots.columns() >= experts / ranks && HasShape(amounts, plans * experts, ranks) &&
                     status->element_count() == 1;
   if (!fits || CheckOptions(options)) return Mismatch(kName);
-  device::ExactCall call = device::ExactOf(in, options, slots, amounts, status->typed_data());
+  device::ExactCall call = device::ExactOf(in, most.flat(), options, slots, amounts, status->typed_data());
   if (!device::Fit(&call, options.domain)) return TooLarge(kName);
   return LaunchCall(kName, call, stream);
 }
@@ -84,7 +88,10 @@ auto OnStream(Binding binding) {
 }
 
 // These only launch on the stream, so a CUDA graph may record them.
-XLA_FFI_DEFINE_HANDLER(kExact, Exact, OnStream(BindingOf(ExactCall)), {xf::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(
+    kExact, Exact,
+    OnStream(Bound<Matrix, Vector, FromAttributes<ExactDomainsOptions>, MatrixResult, MatrixResult>(xf::Ffi::Bind())),
+    {xf::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kUltraEp, UltraEpKernel, OnStream(BindingOf(UltraEpCall)), {xf::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kRelay, RelayKernel, OnStream(BindingOf(RelayCall)), {xf::Traits::kCmdBufferCompatible});
 

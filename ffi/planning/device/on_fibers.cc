@@ -28,7 +28,8 @@ Status ExactOnFibers(MatrixView<const int32_t> counts, const ExactDomainsOptions
                      MatrixView<int32_t> placement, MatrixView<int32_t> quota, BlockTime* time) {
   if (Status bad = ExactDomains(counts, options, placement, quota)) return bad;
   int32_t status = 0;
-  ExactCall call = ExactOf(counts, options, placement, quota, &status);
+  const int32_t limit = INT32_MAX;
+  ExactCall call = ExactOf(counts, {&limit, 1}, options, placement, quota, &status);
   if (!Fit(&call, options.domain)) return TooLarge("domain", options.domain);
   return Run<ExactPlanner>(call, time);
 }
