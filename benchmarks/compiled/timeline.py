@@ -27,14 +27,14 @@ from flax import nnx
 from benchmarks.compiled.peer_products import products_by
 from benchmarks.layer.dispatches import sending_copies
 from benchmarks.render.results import Table, Value
-from jax_moe_lb import Buffers, ExpertConfig, MoE, Precision, System, TopK, exact
+from jax_moe_lb import Buffers, ExpertConfig, MoE, Precision, System, TopK, exact, plain
 from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_layer, quiet_stderr, use_no_accelerators
 from jax_moe_lb.aot.compiler_options import LATENCY_HIDING
 from jax_moe_lb.aot.layer import LayerProgram
 from jax_moe_lb.aot.load import DEFAULT_LOAD, LayerLoad, counts_of
 from jax_moe_lb.aot.timeline import Timeline
 from jax_moe_lb.layer.systems import system_named
-from jax_moe_lb.transport import Saved
+from jax_moe_lb.transport import PeerCopy, Saved
 
 SIZES = LayerSizes()
 Key = tuple[str, str]
@@ -121,10 +121,14 @@ def of_systems(given: argparse.Namespace) -> Table:
 # ---- options --------------------------------------------------------------------------
 
 DIRECT, SAVED = exact(dispatch="direct"), Saved(rows=True, replicas=True)
+BY_PEERS, ALL = replace(DIRECT, replicate=PeerCopy()), {"buffers": Buffers(chunks=2), "saved": SAVED}
 OPTIONS: dict[str, tuple[System, bool]] = {
+    "none, `plain`": (plain(dispatch="direct"), False),
     "none": (DIRECT, False),
+    "peer copies of weights": (BY_PEERS, False),
     "latency hiding": (DIRECT, True),
-    "latency hiding, 2 chunks, saved rows and replicas": (DIRECT.replace(buffers=Buffers(chunks=2), saved=SAVED), True),
+    "latency hiding, 2 chunks, saved rows and replicas": (DIRECT.replace(**ALL), True),
+    "the same, peer copies of weights": (BY_PEERS.replace(**ALL), True),
 }
 """System of each row, and whether the latency-hiding scheduler is on."""
 
@@ -140,18 +144,19 @@ def row_of_options(key: Key, folder: Path) -> list[Value]:
     target, (system, hides) = key[0], OPTIONS[key[1]]
     program = compiled(target, system, folder, fused=True, options={LATENCY_HIDING: hides})
     found = program.timeline(load_of(target, system))
+    uniform_s = program.timeline(load_of(target, system, "uniform")).total_s
     terms = dict.fromkeys((*TERMS, "others"), 0.0)
     for span in found.compute:
         if span.is_communication:
             terms[next((term for term, stages in TERMS.items() if span.stage in stages), "others")] += span.seconds
-    times = found.total_s, found.exposed_s, *terms.values(), found.hidden_s
+    times = uniform_s, found.total_s, found.exposed_s, *terms.values(), found.hidden_s
     return [key[1], program.temp_bytes / 1e6, *(1e3 * seconds for seconds in times)]
 
 
 def of_options(given: argparse.Namespace) -> Table:
     """Return the steps of `exact` by options of XLA and of the layer, with the terms of exposed communication."""
     columns = {"options": "", "temporary MB": ".0f"}
-    columns |= dict.fromkeys(("step ms", "exposed ms", *TERMS, "others", "hidden ms"), ".2f")
+    columns |= dict.fromkeys(("step ms, uniform load", "step ms", "exposed ms", *TERMS, "others", "hidden ms"), ".2f")
     title = "`exact` with fused gates on `h100:1x8`, forward and gradients, estimated from the compiled program"
     return Table(columns, each(row_of_options, product(("h100:1x8",), OPTIONS), given), title)
 
