@@ -35,8 +35,8 @@ class Exact(Balancer):
     because a layer takes as long as its slowest rank. The planner runs under the limit of replicas with the lowest
     bound on the time of its plans, and once more if the next bound is below the time found. If no bound saves time, the
     planner does not run. With rates of the device alone (`Cost.device`), it plans at most twice, under the limit that
-    pays at twice the mean load and under none; GPUs plan both at once. A selection keeps the fastest plan, so that the
-    program has no branch for the host to evaluate.
+    pays at twice the mean load and under none; a kernel makes both plans at once. A selection keeps the fastest plan,
+    so that the program has no branch for the host to evaluate.
 
     On CPUs and NVIDIA GPUs with custom calls, the planner runs in C++; GPUs run it as a kernel if a domain has at most
     128 ranks and fits into shared memory. On other platforms, such as TPU, a different search in jnp runs in the jitted

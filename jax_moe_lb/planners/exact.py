@@ -11,7 +11,7 @@ import numpy as np
 from jax_moe_lb.core.custom_calls import PLANNING_MODULE, by_platform, has_planning_module, like
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.native_planner import alike
-from jax_moe_lb.core.topology import INT32_MAX, check_domain, home_experts_per_rank
+from jax_moe_lb.core.topology import check_domain, home_experts_per_rank
 from jax_moe_lb.core.types import AnyArray, Counts, Placement, Quota, namespace
 from jax_moe_lb.planners.base import is_on_host, kernel_check, plan_call, plan_on_host, run_planner
 
@@ -29,8 +29,8 @@ def exact(
     call_host: bool = False,
 ) -> tuple[Placement, Quota]:
     """Plan placement and quota from the counts alone; `ffi/planning/exact.h` specifies the rule."""
-    # On platforms without the custom call, such as TPU, a different search in jnp plans by the same
-    # rules (`planners/exact_search.py`), but its plans differ.
+    # On platforms without the custom call, such as TPU, a different search in jnp plans by the same rules
+    # (`planners/exact_search.py`), but its plans differ.
     # Returns the placement `[R, S]` and the quota `[E, R]`, int32; NumPy arrays for NumPy inputs. For invalid counts,
     # the custom call stops the program on a CPU. On a GPU it returns -1 in all entries. The jnp form returns an illegal
     # plan.
@@ -99,8 +99,7 @@ def _in_kernel(
 ) -> list[tuple[Placement, Quota]]:
     (num_ranks, num_experts), plans = counts.shape, len(limits)
     results = like(counts, (plans * num_ranks, num_slots)), like(counts, (plans * num_experts, num_ranks))
-    operands = alike(counts, np.array(limits).clip(max=INT32_MAX))
-    planned = plan_call("exact_kernel", results, *operands, **options)
+    planned = plan_call("exact_kernel", results, *alike(counts, np.array(limits)), **options)
     return list(zip(*(jnp.split(result, plans) for result in planned), strict=True))
 
 
