@@ -26,6 +26,19 @@ jax_moe_lb.balance
 print({"tunix", "maxtext", "easydel"} & set(sys.modules))
 """
 
+COMPILED = """
+import jax
+from flax import nnx
+from jax_moe_lb import ExpertConfig, MoE, TopK, use_virtual_cpu_devices
+use_virtual_cpu_devices(2)
+experts = ExpertConfig(hidden_dim=8)
+layer = nnx.split(MoE(8, 2, TopK(1), mesh=jax.make_mesh((2,), ("expert",)), experts=experts, rngs=nnx.Rngs(0)))
+step = jax.jit(lambda state, x: nnx.merge(layer[0], state)(x)[0])
+for seed in range(2):
+    step(layer[1], jax.random.normal(jax.random.key(seed), (2, 4, 8)))
+print(step._cache_size())
+"""
+
 TOOLS = {"advise", "aot", "cli", "contrib", "integrations", "sim"}
 
 
@@ -36,6 +49,13 @@ def test_a_layer_imports_neither_tools_nor_their_packages():
     packages, tools, lines, adopters = ran.stdout.splitlines()
     assert packages == tools == adopters == "set()"
     assert int(lines) < MOST_LINES
+
+
+@pytest.mark.slow
+def test_the_first_layer_of_a_process_is_compiled_once():
+    """An import during the first trace could change JAX's context of traces."""
+    ran = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, check=True)
+    assert ran.stdout == "1\n"
 
 
 def test_without_the_extra_each_tool_names_the_command(monkeypatch, capsys):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.experimental.pallas.tpu  # an import in a trace would add to the context of traces: a second compilation
 import jaxlib
 
 from jax_moe_lb.core.types import DType
