@@ -106,6 +106,7 @@ RUNS = (
     Run("papers.sim_feplb", quick=("--number", "10")),
     Run("compiled.sim_gpu"),
     Run("papers.sim_networks", quick=()),
+    Run("plans.limits", quick=("--seeds", "1")),
     Run("plans.stale_plans"),
     Run("papers.sim_rails", quick=("--domains", "8", "--seeds", "1")),
     Run("papers.sim_rails", ("--iteration",), ("--iteration", "--seeds", "1"), result="sim_rails_iteration"),

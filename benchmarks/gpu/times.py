@@ -38,7 +38,7 @@ def on_host(counts: jax.Array, slots: int, eps: float, localize: bool) -> tuple[
     """Plan in a host function of the stream, as for plans that fit no kernel."""
     ranks, experts = counts.shape
     results = like(counts, (ranks, slots)), like(counts, (experts, ranks))
-    options = {"domain": ranks, "eps": np.float64(eps), "max_fan_out": UNBOUNDED, "localize": localize}
+    options = {"domain": ranks, "eps": np.float64(eps), "max_fan_out": UNBOUNDED, "localize": localize, "brief": False}
     return plan_call("exact", results, counts, **options)
 
 

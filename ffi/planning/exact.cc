@@ -81,6 +81,8 @@ class Planner {
         total_(std::accumulate(tokens.begin(), tokens.end(), 0)),
         slots_(slots),
         fan_out_(static_cast<size_t>(options.max_fan_out)),
+        eps_(options.eps),
+        brief_(options.brief),
         chain_(num_ranks, slots, fan_out_),
         best_(tokens, num_ranks),
         now_(tokens, num_ranks) {}
@@ -90,9 +92,7 @@ class Planner {
     // Without replicas, all tokens are served at home.
     if (slots_ == 0 || fan_out_ == 0) return best_;
     FindBest();
-    // A limit above the sum of all tokens is never useful. With this bound the limit fits int32 for every eps.
-    const double extra = std::min(options.eps * max_load_, static_cast<double>(total_ - max_load_));
-    const int32_t limit = max_load_ + static_cast<int32_t>(extra);
+    const int32_t limit = LimitOf(max_load_);
     thinning_.Thin(best_, limit);
     if (limit > max_load_) FindFewest(limit);
     const int32_t lowest = Lowest();
@@ -108,16 +108,26 @@ class Planner {
     mean_ = total_ / ranks + (total_ % ranks != 0);
     // A result this close to the mean does not justify the time of further steps.
     enough_ = mean_ + mean_ / kCloseEnough;
+    if (brief_) enough_ = std::max(enough_, LimitOf(mean_));
     for (const DonorRule rule : kRules) {
       if (max_load_ <= enough_) break;
       chain_.Fill(now_, mean_, rule);
       KeepIfBetter();
     }
     if (max_load_ == mean_) return;
+    if (!brief_) LowerFurther();
+    if (max_load_ > enough_ && ranks <= kMaxSearchedRanks) SearchFurther();
+  }
+
+  // The maximum that `eps` allows. One above the sum of all tokens is never useful; bounded by it, it fits int32.
+  int32_t LimitOf(int32_t max_load) const {
+    return max_load + static_cast<int32_t>(std::min(eps_ * max_load, static_cast<double>(total_ - max_load)));
+  }
+
+  void LowerFurther() {
     StartFromOnePass();
     NarrowLimit();
     Vary();
-    if (max_load_ > enough_ && ranks <= kMaxSearchedRanks) SearchFurther();
   }
 
   void StartFromOnePass() {
@@ -188,7 +198,7 @@ class Planner {
     const size_t num_ranks = best_.num_ranks();
     FlowEvaluator<W> evaluator(tokens_, num_ranks, slots_);
     return Search<W>(tokens_, num_ranks, slots_, fan_out_, evaluator)
-        .Run(best_.Replicas(), enough_, FlowEffort(static_cast<int64_t>(num_ranks)));
+        .Run(best_.Replicas(), enough_, FlowEffort(static_cast<int64_t>(num_ranks), brief_));
   }
 
   std::vector<Replica> SearchSubsets() const {
@@ -202,7 +212,7 @@ class Planner {
     const View<const int32_t> view(coarse.data(), coarse.size());
     SubsetEvaluator evaluator(view, num_ranks);
     return Search<1>(view, num_ranks, slots_, fan_out_, evaluator)
-        .Run(best_.Replicas(), enough_ >> shift, kSubsetEffort);
+        .Run(best_.Replicas(), enough_ >> shift, SubsetEffort(brief_));
   }
 
   void FindFewest(int32_t limit) {
@@ -235,6 +245,8 @@ class Planner {
   int32_t total_;
   size_t slots_;  // of replicas, per rank
   size_t fan_out_;
+  double eps_;
+  bool brief_;
   Chain chain_;
   Thinning thinning_;
   Serving best_;

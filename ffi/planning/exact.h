@@ -21,6 +21,9 @@ struct ExactOptions {
   // serves more tokens on the rank where they start.
   MatrixView<const int32_t> counts = {nullptr, 0, 0};
 
+  // If true, the first step has fewer parts: for a plan under a limit of replicas, compared with others by time.
+  bool brief = false;
+
   // If true, the caller has checked the values of `counts`.
   bool counts_are_checked = false;
 };
@@ -37,6 +40,7 @@ Status CheckOptions(const ExactOptions& options);
 //    - `Chain` under limits above the mean, by bisection.
 //    - `VariedChain` in orders of choices varied by noise.
 //    - `Search` from the best of them, with a fixed number of steps.
+//    A brief plan leaves out limits and variations, and has fewer steps of `Search`.
 // 2. Fewest replicas. The candidates are this placement and those of `Chain` under the limit
 //    best + floor(eps * best), each reduced by `Thinning` and levelled again to the lowest maximum of its replicas. No
 //    candidate has a maximum above the limit. Chosen is the one with the fewest replicas, then with the lowest maximum,

@@ -55,6 +55,7 @@ Status PlanOne(View<const int32_t> tokens, MatrixView<const int32_t> counts, con
                MatrixView<int32_t> placement, MatrixView<int32_t> quota) {
   ExactOptions exact = OfOneDomain(options);
   if (options.localize) exact.counts = counts;
+  exact.brief = options.brief;
   exact.counts_are_checked = true;
   return Exact(tokens, exact, placement, quota);
 }

@@ -18,11 +18,14 @@ struct ExactDomainsOptions {
   int64_t max_fan_out = std::numeric_limits<int64_t>::max();
   // If true, exchange replicas to serve more tokens on the rank where they start.
   bool localize = true;
+  // As in ExactOptions.
+  bool brief = false;
 
   static auto Fields() {
     return std::make_tuple(Named("domain", &ExactDomainsOptions::domain), Named("eps", &ExactDomainsOptions::eps),
                            Named("max_fan_out", &ExactDomainsOptions::max_fan_out),
-                           Named("localize", &ExactDomainsOptions::localize));
+                           Named("localize", &ExactDomainsOptions::localize),
+                           Named("brief", &ExactDomainsOptions::brief));
   }
 };
 

@@ -405,6 +405,27 @@ void EpsTradesLoadForReplicas() {
   }
 }
 
+// A brief plan ends within `eps` of the mean, and under a limit of replicas it is not far above a whole one.
+void BriefPlansAreAlmostAsLevel() {
+  std::mt19937 random(9);
+  double brief_sum = 0, whole_sum = 0;
+  for (int round = 0; round < 100; ++round) {
+    const size_t num_ranks = round % 2 == 0 ? 8 : 24;
+    const auto tokens = Skewed(random, num_ranks, 4, 1e4);
+    const double mean = static_cast<double>(Sum(tokens)) / static_cast<double>(num_ranks);
+    ExactOptions options;
+    options.eps = 0.01;
+    options.max_fan_out = round % 4 / 2 + 1;
+    const Plan whole = Make(tokens, num_ranks, 6, options);
+    options.brief = true;
+    const Plan brief = Make(tokens, num_ranks, 6, options);
+    ExpectLegal(brief, tokens, static_cast<size_t>(options.max_fan_out));
+    brief_sum += brief.MaxLoad() / mean;
+    whole_sum += whole.MaxLoad() / mean;
+  }
+  EXPECT(brief_sum <= 1.01 * whole_sum);
+}
+
 int64_t LocalTokens(const Plan& plan, const std::vector<int32_t>& counts) {
   const size_t num_experts = plan.quota.size() / plan.num_ranks;
   int64_t local = 0;
@@ -448,6 +469,7 @@ void AnythingGivesALegalPlan() {
     ExactOptions options;
     options.eps = static_cast<double>(random() % 3) / 20;
     options.max_fan_out = random() % 4 == 0 ? static_cast<int64_t>(random() % 3) : 100;
+    options.brief = random() % 4 == 0;
     const Plan plan = Make(tokens, num_ranks, slots, options);
     ExpectLegal(plan, tokens, static_cast<size_t>(options.max_fan_out));
     EXPECT(plan.placement == Make(tokens, num_ranks, slots, options).placement);
@@ -506,6 +528,7 @@ int main() {
   NeverAboveGreedyAndUltraEp();
   SmallCasesAreSolvedToTheOptimum();
   EpsTradesLoadForReplicas();
+  BriefPlansAreAlmostAsLevel();
   CountsBringReplicasToTheirTokens();
   AnythingGivesALegalPlan();
   BadArgumentsAreNamed();

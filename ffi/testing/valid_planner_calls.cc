@@ -72,7 +72,8 @@ Call Relay(Random& random) {
 Call Exact(Random& random) {
   const Placement placement(random);
   const ExactDomainsOptions options = {placement.domain, static_cast<double>(random.Below(20)) / 100,
-                                       random.Chance(50) ? random.Below(4) : INT64_MAX, random.Chance(50)};
+                                       random.Chance(50) ? random.Below(4) : INT64_MAX, random.Chance(50),
+                                       random.Chance(50)};
   Call call = {AttributesOf(options), {}, {}};
   call.devices.push_back(
       {{IntsBetween(random, {placement.ranks, placement.experts}, 0, 50)},

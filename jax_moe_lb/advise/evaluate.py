@@ -204,11 +204,7 @@ class Evaluator:
         flows += work.gather_home if step.backward else ()
         planner_s = 0.0
         # Tokens wait for the planner if it runs at any load, unless those of a first wave are served beside it.
-        if (
-            needs_counts(one.system.balancer)
-            and choice.system != "exact"
-            and not one.system.dispatch.cost().passes_home
-        ):
+        if needs_counts(one.system.balancer) and not one.system.dispatch.cost().passes_home:
             group = self.cluster.topology(one.migration.group_sizes(self.cluster))
             sizes_of_plan = group.num_ranks, group.ranks_per_domain, model.experts
             given_s, wait_s = self.cluster.planner_s, self.cluster.host_wait_s

@@ -14,13 +14,13 @@ from jax_moe_lb.core.checks import Count, Natural, NonNegative, Positive, checke
 from jax_moe_lb.core.device_rates import GpuRates, device_rates, rated_devices
 from jax_moe_lb.core.plan import IntScalar, Plan, load
 from jax_moe_lb.core.topology import INT32_MAX, Level, Topology
-from jax_moe_lb.core.types import AnyArray, Counts, host_iota, namespace
+from jax_moe_lb.core.types import AnyArray, host_iota, namespace
 from jax_moe_lb.planners.relay import check_relay
 
 SIZES = ("expert_bytes", "token_flops", "token_bytes", "gradient_bytes", "overlap_s")
 """Fields of `Cost` derived from the layer."""
 
-OF_LAYER = ("max_rows", "slot_copies", "num_copies", "round_rows", "round_s", "relays")
+OF_LAYER = ("max_rows", "slot_copies", "round_rows", "round_s", "relays")
 """Fields of `Cost` equal to those of the layer."""
 
 TRAINING_PASSES = 4
@@ -58,7 +58,6 @@ class Cost:
             experts of the layer.
         token_flops: floating-point operations per token copy: twice the parameters of the expert for the forward pass,
             and four times as many for training with rematerialization. `None` (default) takes these.
-        planner_s: seconds the layer waits for the planner; 0 (default) if planning overlaps with other work.
         token_bytes: bytes moved per token copy in all exchanges. `None` (default) takes five exchanges of the layer's
             rows, those of training.
         gradient_bytes: part of `expert_bytes` that travels beside the work after the experts. `None` (default) takes
@@ -71,7 +70,6 @@ class Cost:
             any price. `None` (default) takes that of the layer.
         slot_copies: time of the products of a replica beyond its tokens, in token copies: kernels read its weights, and
             fill their last tile. `None` (default) takes that of the layer; 0 if it is unknown.
-        num_copies: mean load of a rank. `None` (default) takes that of the layer.
         round_rows: token copies that a rank serves in one round, at least 1. `None` (default) takes those of the layer;
             any number if they are unknown.
         round_s: seconds per round after the first beyond its token copies. `None` (default) takes those of the
@@ -105,14 +103,12 @@ class Cost:
 
     expert_bytes: Positive | None = None
     token_flops: Positive | None = None
-    planner_s: NonNegative = 0.0
     token_bytes: NonNegative | None = None
     gradient_bytes: NonNegative | None = None
     overlap_s: NonNegative | None = None
     max_bytes: Positive | None = None
     max_rows: Natural | None = None
     slot_copies: Natural | None = None
-    num_copies: Natural | None = None
     round_rows: Count | None = None
     round_s: NonNegative | None = None
     relays: tuple[int, int, int] | None = None
@@ -163,24 +159,8 @@ class Cost:
             return False
         return True
 
-    def is_of_device(self, topology: Topology) -> bool:
-        """Return whether rates of the device replace missing ones of the topology."""
-        return self._rated(topology) != topology
-
-    def worthwhile_replicas(self, scale: "TimeScale") -> int:
-        """Return the number of replicas of one rank with the least time, if it has twice the mean load.
-
-        `n` replicas leave the `n + 1`-th part of the load.
-
-        Args:
-            scale: result of `scale`.
-        """
-        if self.num_copies is None or scale.relayed is not None:
-            return len(scale.table)
-        return max(1, math.isqrt(2 * self.num_copies // max(1, int(scale.table[1]))) - 1)
-
     def scale(self, topology: Topology, domain: int, most: int) -> "TimeScale":
-        """Return the times of replicas and of the planner in token copies.
+        """Return the times of replicas and of further rounds in token copies.
 
         Args:
             topology: topology with the rates.
@@ -241,7 +221,6 @@ class TimeScale(NamedTuple):
     table: Int[np.ndarray, "N"]
     relayed: "Relayed | None"  # with relays, the time of weights; `table` is then that of gradients
     slot: int  # time of the products of a replica beyond its tokens
-    planner: int  # time of the planner
     round_rows: int  # token copies served by a rank in one round
     further_round: int  # time of each round after the first
     most_rounds: int  # number of further rounds that count, so that times fit int32
@@ -284,7 +263,6 @@ def _scale(cost: Cost, topology: Topology, domain: int, most: int) -> TimeScale:
         relayed,
         # A rank receives at most `most` replicas, and the product must fit int32.
         min(in_copies(slot_s, token_s), MOST_COPIES // max(most, 1)),
-        in_copies(cost.planner_s, token_s),
         min(cost.round_rows or INT32_MAX, INT32_MAX),
         min(in_copies(cost.round_s or 0.0, token_s), MOST_COPIES // most_rounds),
         most_rounds,
@@ -366,20 +344,6 @@ def lowest_max_load(plan: Plan) -> IntScalar:
     """Return a lower bound on the maximum load: the mean load of the busiest domain, rounded up."""
     tokens = load(plan).reshape(-1, plan.domain).sum(1, dtype=np.int32).max()
     return (tokens - np.int32(1)) // np.int32(plan.domain) + np.int32(1)
-
-
-def max_load_bounds(counts: Counts, plan: Plan, limits: tuple[int, ...]) -> Int[AnyArray, "N"]:
-    """Return lower bounds on the maximum load, if at most some number of replicas leave each home rank."""
-    # `n` replicas take at most the `n` hottest experts of a rank, and leave at least the `n + 1`-th part of its load.
-    tokens = counts.sum(0, dtype=np.int32).reshape(-1, plan.num_home)
-    xp = namespace(tokens)
-    hottest = xp.flip(xp.sort(tokens, axis=1), axis=1).cumsum(1, dtype=np.int32)
-    whole, mean, found = hottest[:, -1], lowest_max_load(plan), []
-    for limit in limits:
-        kept = whole - hottest[:, min(limit, plan.num_home) - 1]
-        part = (whole - np.int32(1)) // np.int32(limit + 1) + np.int32(1)
-        found.append(xp.maximum(xp.maximum(kept, part).max(), mean))
-    return xp.stack(found)
 
 
 def _known(name: str, value: float | None) -> float:

@@ -9,10 +9,7 @@ from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State
-from jax_moe_lb.planners.exact import UNBOUNDED, check_exact, exact_plans
-
-ANY = (UNBOUNDED,)
-"""Limits of one plan of any number of replicas."""
+from jax_moe_lb.planners.exact import UNBOUNDED, Placements, Quotas, check_exact, exact_plans, fits_kernel
 
 SEARCH_ENDS = 1 / 4096
 """Relative distance to the mean load at which the planner stops its search."""
@@ -31,12 +28,10 @@ class Exact(Balancer):
     It plans from the counts alone. After another balancer (`Chain`), the replicas, relays and rails of its plan are
     dropped.
 
-    With a `cost`, it keeps the old plan unless a new one saves time. The decision holds for all domains together,
-    because a layer takes as long as its slowest rank. The planner runs under the limit of replicas with the lowest
-    bound on the time of its plans, and once more if the next bound is below the time found. If no bound saves time, the
-    planner does not run. With rates of the device alone (`Cost.device`), it plans at most twice, under the limit that
-    pays at twice the mean load and under none; a kernel makes both plans at once. A selection keeps the fastest plan,
-    so that the program has no branch for the host to evaluate.
+    With a `cost`, it plans under several limits on the replicas of a rank, and keeps the plan with the least time, or
+    the old plan. The decision holds for all domains together, because a layer takes as long as its slowest rank. A
+    kernel of NVIDIA GPUs makes all plans at once, and a selection keeps one, so that the program has no branch for the
+    host to evaluate. Elsewhere the planner does not run if no plan could save time.
 
     On CPUs and NVIDIA GPUs with custom calls, the planner runs in C++; GPUs run it as a kernel if a domain has at most
     128 ranks and fits into shared memory. On other platforms, such as TPU, a different search in jnp runs in the jitted
@@ -101,17 +96,6 @@ class Exact(Balancer):
         # The search stops at this distance from the mean.
         return topology.num_domains * (1 + max(self.eps, SEARCH_ENDS))
 
-    def plan_and_count(self, counts: Counts, plan: Plan, topology: Topology) -> tuple[Plan, int]:
-        """Plan on a host as `rebalance`, and count the runs of the planner: with a `cost`, it may not run.
-
-        Args:
-            counts: `[R, E]` int32, a NumPy array.
-            plan: plan in NumPy arrays.
-            topology: topology of the group.
-        """
-        plans = self._weighing(plan, topology)
-        return (self._planned(counts, plan, ANY)[0], 1) if plans is None else plans.on_host(counts, plan)
-
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """Plan the domains separately; see `Balancer.rebalance`.
 
@@ -120,7 +104,10 @@ class Exact(Balancer):
             RuntimeError: with `call_host`, the C++ planner is not built.
         """
         plans = self._weighing(plan, topology)
-        return self._planned(counts, plan, ANY)[0] if plans is None else plans.fastest(counts, plan), state
+        if plans is not None:
+            return plans.fastest(counts, plan), state
+        placement, quota = self._planned(counts, plan, (UNBOUNDED,))
+        return replace(plan, placement=placement[0], quota=quota[0], relay=None, rails=None), state
 
     def _weighing(self, plan: Plan, topology: Topology) -> Weighing | None:
         """Return the comparison of plans by time; `None` without a cost, or if its sizes and rates are unknown."""
@@ -133,12 +120,10 @@ class Exact(Balancer):
         may_move = plan.slots > plan.num_home and plan.domain > 1
         if name is not None or not may_move or not cost.is_known(topology, plan.domain):
             return None
-        return weighing(self._planned, cost, plan, topology, self.max_fan_out)
+        in_kernel = fits_kernel((plan.num_ranks, plan.num_experts), plan.slots, plan.domain, self.eps, self.localize)
+        return weighing(self._planned, cost, plan, topology, self.max_fan_out, in_kernel)
 
-    def _planned(self, counts: Counts, plan: Plan, limits: tuple[int, ...]) -> list[Plan]:
-        """Plan under each limit on the replicas sent and received by a rank."""
+    def _planned(self, counts: Counts, plan: Plan, limits: tuple[int, ...]) -> tuple[Placements, Quotas]:
+        """Return placements and quotas under each limit on the replicas sent and received by a rank."""
         options = plan.slots, plan.domain, self.eps, self.max_fan_out, self.localize, self.call_host
-        return [
-            replace(plan, placement=placement, quota=quota, relay=None, rails=None)
-            for placement, quota in exact_plans(limits, counts, *options)
-        ]
+        return exact_plans(limits, counts, *options)

@@ -6,8 +6,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.balancers.exact import Exact
 from jax_moe_lb.core.plan import Plan, plain_plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State
@@ -21,7 +19,6 @@ class HostPlan(NamedTuple):
     plan: Plan  # plan with the relays of the system's replication
     waves: list[tuple[Counts, Plan]]  # counts and plan of each wave of tokens; see `TransportCost.waves`
     state: State  # state of the balancer after the plan
-    runs: int  # number of runs of the balancer's planner
 
 
 def plan_on_host(
@@ -47,25 +44,15 @@ def plan_groups(
     made = []
     for routed, start, state in zip(counts, starts, states or [None] * len(counts), strict=True):
         before = system.balancer.init(routed.shape) if state is None else state
-        plan, after, runs = _planned(system.balancer, routed, start, topology, before)
+        plan, after = system.balancer.rebalance(routed, start, topology, before)
         # A balancer may return JAX arrays; the rest runs on NumPy arrays on the host.
-        made.append((jax.tree.map(np.asarray, plan), after, runs))
-    check_plans([plan for plan, *_ in made], counts)
+        made.append((jax.tree.map(np.asarray, plan), after))
+    check_plans([plan for plan, _ in made], counts)
     found = []
-    for routed, start, (plan, after, runs) in zip(counts, starts, made, strict=True):
+    for routed, start, (plan, after) in zip(counts, starts, made, strict=True):
         # Unsigned quotas would wrap in differences.
         plan = jax.tree.map(np.int32, plan)
         waves = cost.waves(routed, start, plan, system.balancer)
         plan = system.replicate.plan(plan) if plan.slots > num_home else plan
-        found.append(HostPlan(plan, waves, after, runs))
+        found.append(HostPlan(plan, waves, after))
     return found
-
-
-def _planned(
-    balancer: Balancer, counts: Counts, plan: Plan, topology: Topology, state: State
-) -> tuple[Plan, State, int]:
-    """Return the edited plan, the new state, and the number of runs of the planner: of `Exact` with a cost, any."""
-    if isinstance(balancer, Exact):
-        found, runs = balancer.plan_and_count(counts, plan, topology)
-        return found, state, runs
-    return *balancer.rebalance(counts, plan, topology, state), 1

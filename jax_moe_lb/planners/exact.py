@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 
 from jax_moe_lb.core.custom_calls import PLANNING_MODULE, by_platform, has_planning_module, like
 from jax_moe_lb.core.manual_axes import vary_like
@@ -17,6 +18,10 @@ from jax_moe_lb.planners.base import is_on_host, kernel_check, plan_call, plan_o
 
 UNBOUNDED = 2**63 - 1
 """Value of `max_fan_out` without a limit, the int64 maximum: the custom call takes no `None`."""
+
+
+Placements = Int[AnyArray, "N R S"]  # of plans under several limits
+Quotas = Int[AnyArray, "N E R"]
 
 
 def exact(
@@ -34,7 +39,8 @@ def exact(
     # Returns the placement `[R, S]` and the quota `[E, R]`, int32; NumPy arrays for NumPy inputs. For invalid counts,
     # the custom call stops the program on a CPU. On a GPU it returns -1 in all entries. The jnp form returns an illegal
     # plan.
-    return exact_plans((UNBOUNDED,), counts, num_slots, domain, eps, max_fan_out, localize, call_host)[0]
+    placements, quotas = exact_plans((UNBOUNDED,), counts, num_slots, domain, eps, max_fan_out, localize, call_host)
+    return placements[0], quotas[0]
 
 
 def exact_plans(
@@ -46,9 +52,9 @@ def exact_plans(
     max_fan_out: int | None,
     localize: bool,
     call_host: bool,
-) -> list[tuple[Placement, Quota]]:
+) -> tuple[Placements, Quotas]:
     """Plan as `exact` under limits on the replicas sent and received by a rank; the slots above a limit are empty."""
-    # `Exact` calls it. The kernel of NVIDIA GPUs has a block for each plan, so that all take the time of one.
+    # `Exact` compares the plans by time, so those under a limit that binds are brief. The kernel has a block for each.
     check_shapes(counts, num_slots, domain)
     check_exact(eps, max_fan_out)
     if call_host and not has_planning_module():
@@ -62,22 +68,27 @@ def exact_plans(
         "max_fan_out": UNBOUNDED if max_fan_out is None else max_fan_out,
         "localize": localize,
     }
-    reference = _from_host if call_host else _in_jax
-
-    def one_by_one(counts: Counts) -> list[tuple[Placement, Quota]]:
-        return _one_by_one(counts, reference, **options)
-
+    one_by_one: Callable = partial(_one_by_one, reference=_from_host if call_host else _in_jax, **options)
     if is_on_host(counts) or not fits_kernel(counts.shape, num_slots, domain, eps, localize):
         return one_by_one(counts)
     return by_platform(*alike(counts), native=one_by_one, reference=one_by_one, cuda=partial(_in_kernel, **options))
 
 
 def _one_by_one(
-    counts: Counts, reference: Callable, limits: Sequence[int], num_slots: int, max_fan_out: int, **options: Any
-) -> list[tuple[Placement, Quota]]:
-    (num_ranks, num_experts), plans = counts.shape, list[tuple[Placement, Quota]]()
+    counts: Counts,
+    *,
+    reference: Callable,
+    limits: Sequence[int],
+    num_slots: int,
+    domain: int,
+    max_fan_out: int,
+    **options: Any,
+) -> tuple[Placements, Quotas]:
+    (num_ranks, num_experts), placements, quotas, xp = counts.shape, [], [], namespace(counts)
+    home = num_experts // num_ranks
+    most = min(max_fan_out, domain * min(num_slots - home, (domain - 1) * home))
     for limit in limits:
-        slots = min(num_slots, num_experts // num_ranks + limit)
+        slots = min(num_slots, home + limit)
         placement, quota = run_planner(
             "exact",
             ((num_ranks, slots), (num_experts, num_ranks)),
@@ -85,22 +96,21 @@ def _one_by_one(
             reference=partial(reference, num_slots=slots),
             # The custom call derives the slots from the shape of its result; the NumPy form needs an argument.
             host_options={"num_slots": slots},
+            domain=domain,
             max_fan_out=min(max_fan_out, limit),
+            brief=limit < most,
             **options,
         )
-        if slots < num_slots:
-            placement = namespace(placement).pad(placement, ((0, 0), (0, num_slots - slots)), constant_values=-1)
-        plans.append((placement, quota))
-    return plans
+        placements.append(xp.pad(placement, ((0, 0), (0, num_slots - slots)), constant_values=-1))
+        quotas.append(quota)
+    return xp.stack(placements), xp.stack(quotas)
 
 
-def _in_kernel(
-    counts: jax.Array, limits: Sequence[int], num_slots: int, **options: Any
-) -> list[tuple[Placement, Quota]]:
+def _in_kernel(counts: jax.Array, limits: Sequence[int], num_slots: int, **options: Any) -> tuple[Placements, Quotas]:
     (num_ranks, num_experts), plans = counts.shape, len(limits)
     results = like(counts, (plans * num_ranks, num_slots)), like(counts, (plans * num_experts, num_ranks))
-    planned = plan_call("exact_kernel", results, *alike(counts, np.array(limits)), **options)
-    return list(zip(*(jnp.split(result, plans) for result in planned), strict=True))
+    placement, quota = plan_call("exact_kernel", results, *alike(counts, np.array(limits)), brief=False, **options)
+    return placement.reshape(plans, num_ranks, -1), quota.reshape(plans, num_experts, -1)
 
 
 def _in_jax(counts: Counts, **options: Any) -> tuple[Placement, Quota]:

@@ -86,6 +86,9 @@ STEPS = 256
 The value was tuned on recorded loads.
 """
 
+BRIEFLY = 4
+"""Number of these generations in a brief search."""
+
 FEWER = 2
 """Number of generations of the search for fewer replicas."""
 
@@ -117,11 +120,13 @@ class Search:
         return self.plan.load.max()
 
 
-def lowest(tokens: Int[Array, "L M"], slots: int, max_fan_out: int) -> Search:
-    """Search for the lowest maximum load of a domain."""
+def lowest(tokens: Int[Array, "L M"], slots: int, max_fan_out: int, margin: float | None = None) -> Search:
+    """Search for the lowest maximum load of a domain; briefly if a relative margin above the mean is enough."""
     num_ranks, total = tokens.shape[1], tokens.sum(dtype=jnp.int32)
     mean = ceil_divide(total, num_ranks)
     enough = quotient(mean, CLOSE_ENOUGH)
+    if margin is not None:
+        enough = jnp.maximum(enough, _within(mean, total, margin) - mean)
     attempt = partial(_attempt, tokens, slots, max_fan_out)
     order = usual_order(tokens, max_fan_out < slots * num_ranks)
     start = Search(mean, plain(tokens, slots), order, 0 * mean)
@@ -130,14 +135,15 @@ def lowest(tokens: Int[Array, "L M"], slots: int, max_fan_out: int) -> Search:
     s = jax.lax.while_loop(
         lambda s: (s.high - s.low > enough) & (s.turn < rounds), lambda s: _narrow(s, attempt), start
     )
-    generations = max(4, STEPS // (num_ranks * slots))
+    generations = max(4, STEPS // (num_ranks * slots)) if margin is None else BRIEFLY
     # The timeline of a compiled program finds these loops by their scope.
     with jax.named_scope("missed_mean"):
-        # A loop of one step at most: under `vmap`, a condition would run both branches for all domains.
         s = replace(s, low=mean, turn=0 * mean)
-        s = jax.lax.while_loop(
-            lambda s: (s.high > mean) & (s.turn < 1), lambda s: _start_from_others(s, tokens, slots, max_fan_out), s
-        )
+        if margin is None:
+            # A loop of one step at most: under `vmap`, a condition would run both branches for all domains.
+            s = jax.lax.while_loop(
+                lambda s: (s.high > mean) & (s.turn < 1), lambda s: _start_from_others(s, tokens, slots, max_fan_out), s
+            )
         s = replace(s, low=mean, turn=0 * mean)
         return jax.lax.while_loop(
             lambda s: (s.high - mean > enough) & (s.turn < generations), lambda s: _lower(s, attempt), s
@@ -267,7 +273,7 @@ def _best(plan: Filled, plans: Filled, costs: Array, cost: Array) -> tuple[Array
 
 
 def exact_in_jax(
-    counts: Counts, num_slots: int, domain: int, eps: float, max_fan_out: int, localize: bool
+    counts: Counts, num_slots: int, domain: int, eps: float, max_fan_out: int, localize: bool, brief: bool = False
 ) -> tuple[Placement, Quota]:
     """Plan placement and quota from the counts alone, all domains side by side."""
     # It follows the rules of `exact`, but its plans differ from those in C++. On recorded loads, the mean maximum load
@@ -289,7 +295,7 @@ def exact_in_jax(
         # Without replicas, homes serve all tokens.
         if fan_out == 0:
             return plain(tokens, slots)
-        found = lowest(tokens, slots, fan_out)
+        found = lowest(tokens, slots, fan_out, eps if brief else None)
         limit = _within(found.high, tokens.sum(dtype=jnp.int32), eps)
         fewer = fewest(tokens, found, limit, fan_out, inside if localize else None)
         # Within the lowest maximum of these replicas: `eps` is spent on fewer replicas alone.

@@ -23,7 +23,7 @@ from jax_moe_lb.balancers.base import LayerCost
 from jax_moe_lb.core.plan import Plan, replica_copies
 from jax_moe_lb.core.topology import Topology, home_experts_per_rank
 from jax_moe_lb.core.types import Counts, State
-from jax_moe_lb.layer.plan_on_host import HostPlan, plan_groups
+from jax_moe_lb.layer.plan_on_host import plan_groups
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.hbm import (
@@ -210,7 +210,7 @@ def layer_work(
     weights, gradients = _replica_flows(plans, found, model, cluster)
     work = replace(
         shared_work(model, cluster, migration, counts.shape[1], system.dispatch),
-        planner_s=_planner_s(system, cluster, planned),
+        planner_s=_planner_s(system, cluster, planned[0].plan),
         replicate=None if weights.is_empty else weights,
         return_home=None if gradients.is_empty else gradients,
         joins=joins,
@@ -301,16 +301,14 @@ def _with_padding(
     return found
 
 
-def _planner_s(system: System, cluster: Cluster, plans: list[HostPlan]) -> float:
-    """Return the seconds from counts to plan of the group whose planner runs most often."""
+def _planner_s(system: System, cluster: Cluster, plan: Plan) -> float:
+    """Return the seconds from counts to plan."""
     # Without counts, the placement is fixed before the layer, so no planning time is needed.
     if not needs_counts(system.balancer):
         return 0.0
-    planner_s, runs, plan = cluster.planner_s, max(one.runs for one in plans), plans[0].plan
-    if planner_s is None:
-        planner_s = planning_s(system.balancer, plan.num_ranks, plan.domain, plan.num_experts, cluster.host_wait_s)
-    # The branch of a planner that does not run waits for the host, as XLA evaluates it there.
-    return runs * planner_s if runs else min(planner_s, cluster.host_wait_s)
+    if cluster.planner_s is not None:
+        return cluster.planner_s
+    return planning_s(system.balancer, plan.num_ranks, plan.domain, plan.num_experts, cluster.host_wait_s)
 
 
 def widths_of(model: ModelShape, cluster: Cluster, dispatch: Dispatch) -> RowBytes:

@@ -11,12 +11,12 @@ from jax_moe_lb.balancers import Exact, Greedy, LayerCost
 from jax_moe_lb.balancers.cost import (
     busiest,
     lowest_max_load,
-    max_load_bounds,
     min_saved,
     moved_copies,
     slowest_bytes_per_s,
 )
 from jax_moe_lb.core import Level, check_plan, load, plain_plan, traffic
+from jax_moe_lb.planners.exact import fits_kernel
 from jax_moe_lb.sim import Cluster, Links, ModelShape
 from jax_moe_lb.sim.work import layer_facts
 from jax_moe_lb.transport import Relay
@@ -53,8 +53,6 @@ def max_loads(cost, counts=COUNTS, **options):
     [
         # One replica of each busy rank against the five saved token copies, 5 s.
         (Cost(499.0, 1000.0), 10),
-        # Planner and replicas of 1 s against the same, before planning.
-        (Cost(100.0, 1000.0, planner_s=4.0), 15),
         # A further round of 2 s beside the saved copies.
         (Cost(700.0, 1000.0, round_rows=12, round_s=2.0), 15),
     ],
@@ -68,7 +66,6 @@ def test_it_declines_what_does_not_pay(cost, max_load):
     [
         # The other side of the limits above.
         (Cost(500.0, 1000.0), 15),
-        (Cost(100.0, 1000.0, planner_s=3.99), 10),
         (Cost(699.0, 1000.0, round_rows=12, round_s=2.0), 10),
         # Two seconds of seven are hidden.
         (Cost(699.0, 1000.0, gradient_bytes=200.0, overlap_s=3.0), 10),
@@ -103,7 +100,7 @@ def test_what_else_a_plan_costs(cost, max_load):
 def test_the_time_of_many_replicas_fits_int32():
     counts, topology = np.zeros((2, 16), np.int32), Topology((Level("gpu", 2, 100.0),), 2, flops_per_s=1000.0)
     counts[0, :8] = 100
-    for slot_copies, max_load in ((99, 400), (2**29, 800)):
+    for slot_copies, max_load in ((99, 500), (2**29, 800)):
         plan = rebalance(counts, Cost(1.0, 1000.0, slot_copies=slot_copies), topology, 16)
         assert load(plan).max() == max_load
 
@@ -117,7 +114,7 @@ def test_more_rows_than_int32_has_are_no_bound():
 def test_a_declined_plan_keeps_what_another_balancer_left():
     start = Greedy().rebalance(COUNTS, plain_plan(COUNTS, TOPOLOGY, 2), TOPOLOGY, ())[0]
     assert load(start).max() == 11
-    for cost, max_load in ((FREE, 10), (dataclasses.replace(FREE, planner_s=1.0), 11)):
+    for cost, max_load in ((FREE, 10), (dataclasses.replace(FREE, slot_copies=1), 11)):
         chain = Chain((Greedy(), Exact(eps=0.0, cost=cost)))
         plan, _ = chain.rebalance(COUNTS, plain_plan(COUNTS, TOPOLOGY, 2), TOPOLOGY, chain.init((4, 4)))
         assert load(plan).max() == max_load
@@ -150,7 +147,7 @@ def test_the_planner_does_not_run_in_vain():
     bad = COUNTS - 2 * np.eye(4, k=1, dtype=np.int32)
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="counts of rank 0, expert 1 is -2"):
         jax.block_until_ready(JITTED(jnp.asarray(bad), FREE))
-    jax.block_until_ready(JITTED(jnp.asarray(bad), Cost(1.0, 1000.0, planner_s=1e3)))
+    jax.block_until_ready(JITTED(jnp.asarray(bad), Cost(1e6, 1000.0)))
 
 
 def test_tokens_that_are_worth_a_time():
@@ -200,19 +197,22 @@ MIXTRAL = LayerCost(8192, 352_321_536, 352_321_536, 8192, 352_321_536, slot_copi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("hot", "pays"), [(1.0, False), (1.1, False), (1.3, False), (2.0, True), (3.0, True)])
+@pytest.mark.parametrize(("hot", "pays"), [(1.0, False), (1.2, False), (1.25, True), (2.0, True), (3.0, True)])
 def test_by_the_rates_of_the_device_a_plan_is_kept_only_if_it_saves_time(hot, pays):
-    """The decision is a selection on integers, equal on the host and in one program without branches."""
+    """The decision is a selection on integers, equal on the host and in a program, on GPUs without branches."""
     loads = np.array([hot, *[(8 - hot) / 7] * 7]) * 8192
     counts = np.tile(np.rint(loads / 8).astype(np.int32), (8, 1))
     topology, balancer = Topology((Level("gpu", 8),), 8), exact().balancer.sized(MIXTRAL)
     start = plain_plan(counts, topology, 3)
-    plan, runs = balancer.plan_and_count(counts, start, topology)
-    assert (runs, bool((plan.placement[:, 1:] >= 0).any())) == (1, pays)
+    plan, _ = balancer.rebalance(counts, start, topology, ())
+    assert bool((plan.placement[:, 1:] >= 0).any()) == pays
     assert (load(plan).max() < load(start).max()) == pays
     program = jax.jit(lambda counts: balancer.rebalance(counts, plain_plan(counts, topology, 3), topology, ())[0])
     np.testing.assert_array_equal(program(jnp.asarray(counts)).quota, plan.quota)
-    assert "conditional" not in program.lower(jnp.asarray(counts)).as_text("hlo")
+    if fits_kernel((8, 8), 3, 8, 0.01, True):
+        lowered = program.trace(jnp.asarray(counts)).lower(lowering_platforms=("cuda",)).as_text()
+        assert "stablehlo.case" not in lowered
+        assert "stablehlo.if" not in lowered
     # A load above the rows of a rank is balanced at any price, and one above those of a round at that of a round.
     for change in ({"max_rows": 8602}, {"round_rows": 8602, "round_s": 0.02}):
         few = exact().balancer.sized(dataclasses.replace(MIXTRAL, **change))
@@ -238,21 +238,6 @@ def test_the_device_of_a_layer_is_that_of_the_program():
     assert Exact(cost=Cost(device="a100", required=False)).sized(MIXTRAL).cost.device == "a100"
 
 
-def test_maxima_are_bounded_by_parts_of_a_rank_and_by_its_hottest_experts():
-    assert max_load_bounds(COUNTS, plain_plan(COUNTS, TOPOLOGY, 2), (1, 2, 3)).tolist() == [10, 10, 10]
-    # One replica takes at most half of the 30 copies, two take two thirds.
-    counts = np.diag([30, 2, 2, 2]).astype(np.int32)
-    assert max_load_bounds(counts, plain_plan(counts, TOPOLOGY, 2), (1, 2, 3)).tolist() == [15, 10, 9]
-    # A rank keeps what its hottest expert leaves.
-    counts = np.zeros((2, 4), np.int32)
-    counts[0] = 90, 50, 5, 5
-    assert max_load_bounds(counts, plain_plan(counts, Topology.flat(2), 3), (1, 2)).tolist() == [75, 75]
-    counts[0] = 30, 30, 30, 0
-    assert max_load_bounds(counts, plain_plan(counts, Topology.flat(2), 3), (1,)).tolist() == [45]
-    counts[0] = 30, 30, 0, 0
-    assert max_load_bounds(counts, plain_plan(counts, Topology.flat(2), 3), (1,)).tolist() == [30]
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_no_limit_of_replicas_is_much_faster_than_the_chosen_plan(seed):
     """The chosen plan is within 2 % of the best of all limits, and no slower than the old plan."""
@@ -265,13 +250,11 @@ def test_no_limit_of_replicas_is_much_faster_than_the_chosen_plan(seed):
     replica = {"expert_bytes": float(rng.integers(40, 400)), "slot_copies": int(rng.integers(0, 100))}
     cost = Cost(**replica, token_flops=1.0, round_rows=int(rng.integers(2000, 8000)), round_s=float(seed * 200))
     balancer, start = Exact(cost=cost), plain_plan(counts, topology, num_home + 2)
-    chosen, runs = balancer.plan_and_count(counts, start, topology)
-    assert runs <= 2
-    jax.tree.map(np.testing.assert_array_equal, chosen, balancer.rebalance(counts, start, topology, ())[0])
-    weighed = balancer._weighing(start, topology)
-    plans = weighed.planned(counts, start, weighed.limits)
-    time, *times = (int(weighed.time(plan)) for plan in (chosen, start, *plans))
-    assert time <= min(times[0], 1.02 * min(times))
+    chosen, _ = balancer.rebalance(counts, start, topology, ())
+    time = balancer._weighing(start, topology).time
+    for limit in range(num_home * 8):
+        plan = Exact(max_fan_out=limit).rebalance(counts, start, topology, ())[0]
+        assert time(chosen) <= min(time(start), 1.02 * time(plan))
 
 
 def one_hot(num_ranks):
@@ -288,15 +271,15 @@ def test_relays_pay_for_more_replicas_of_a_hot_expert():
     topology = dataclasses.replace(TOPOLOGY, levels=(Level("gpu", 16, 100.0),), ranks_per_domain=16)
     found = {}
     for relays in (None, (4, 8, 2)):
-        balancer = Exact(cost=Cost(3000.0, 1000.0, gradient_bytes=500.0, relays=relays))
+        balancer = Exact(cost=Cost(800.0, 1000.0, gradient_bytes=100.0, relays=relays))
 
         def plan_of(counts, balancer=balancer):
             return balancer.rebalance(counts, plain_plan(counts, topology, 2), topology, ())[0]
 
         plan = plan_of(counts)
         found[relays] = int((plan.placement[:, 1] == 0).sum()), int(load(plan).max())
-    # Of the mean load of 200, four replicas leave 256.
-    assert found == {None: (4, 256), (4, 8, 2): (8, 200)}
+    # Of the mean load of 200, five replicas leave 214.
+    assert found == {None: (5, 214), (4, 8, 2): (8, 202)}
     jax.tree.map(np.testing.assert_array_equal, jax.jit(plan_of)(counts), plan)
 
 

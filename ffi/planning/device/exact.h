@@ -126,6 +126,7 @@ class ExactPlanner {
     total_ = static_cast<int32_t>(t_.Sum(static_cast<uint32_t>(sum)));
     mean_ = total_ / call_.shape.num_ranks + (total_ % call_.shape.num_ranks != 0 ? 1 : 0);
     enough_ = mean_ + mean_ / kCloseEnough;
+    if (call_.brief) enough_ = Most(enough_, LimitOf(mean_));
     limit_ = LimitOf(mean_);
     max_load_ = home_max_;
     if (call_.shape.slots == 0 || call_.fan_out == 0) return;
@@ -253,7 +254,8 @@ class ExactPlanner {
     static_assert(kVariedAtOnce == kHalf);
     if (step == Step::kRules && max_load_ != mean_) {
       is_lowered_ = true;
-      return Step::kOnePass;
+      if (!call_.brief) return Step::kOnePass;
+      if (max_load_ > enough_) return Step::kSearch;
     }
     if (step == Step::kOnePass) low_ = mean_;
     if (step == Step::kNarrow && max_load_ > tried_) low_ = tried_;
@@ -284,12 +286,12 @@ class ExactPlanner {
       while ((total_ >> shift) > SubsetEvaluator::kMaxTokens) ++shift;
       searcher.Start(home_.tokens, shift);
       Subsets<T, W> evaluator(t_, flow, memory.tokens, memory.holders);
-      searcher.Run(evaluator, start, enough_ >> shift, kSubsetEffort);
+      searcher.Run(evaluator, start, enough_ >> shift, SubsetEffort(call_.brief));
     } else {
       searcher.Start(home_.tokens, shift);
       flow.Reset(t_, home_.tokens, home_.load);
       FlowSwaps<T, W> evaluator(t_, flow, mean_);
-      searcher.Run(evaluator, start, enough_, FlowEffort(call_.shape.num_ranks));
+      searcher.Run(evaluator, start, enough_, FlowEffort(call_.shape.num_ranks, call_.brief));
     }
     t_.SyncWarp();  // the best is written, and all have read the flow
     flow.Reset(t_, home_.tokens, home_.load);

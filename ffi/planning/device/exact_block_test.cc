@@ -33,10 +33,12 @@ struct Case {
   bool localize, keeps_counts;
   std::vector<int32_t> counts;
   std::vector<int32_t> limits = {INT32_MAX};  // of each plan
+  bool brief = false;
 
   size_t ranks() const { return static_cast<size_t>(num_ranks); }
   size_t experts() const { return static_cast<size_t>(num_ranks * home); }
   size_t all_slots() const { return static_cast<size_t>(home + slots); }
+  Shape shape() const { return {domain, domain * home, home, std::min(slots, (domain - 1) * home)}; }
 };
 
 struct Plan {
@@ -44,7 +46,7 @@ struct Plan {
   std::vector<int32_t> placement, quota;
 };
 
-// A limit is one of slots and of the fan-out. The slots above it are empty.
+// A limit is one of slots and of the fan-out. The slots above it are empty, and a plan under one that binds is brief.
 Plan OnHost(const Case& c) {
   const size_t amounts = c.experts() * c.ranks();
   Plan plan = {0, {}, std::vector<int32_t>(c.limits.size() * amounts)};
@@ -52,8 +54,10 @@ Plan OnHost(const Case& c) {
     const int limit = std::max(c.limits[number], 0);
     const size_t slots = static_cast<size_t>(c.home + std::min(c.slots, limit));
     std::vector<int32_t> placement(c.ranks() * slots);
+    const bool binds = c.limits[number] < std::min<int64_t>(c.fan_out, c.shape().all_slots());
     const Status bad = ExactDomains(
-        {c.counts.data(), c.ranks(), c.experts()}, {c.domain, c.eps, std::min<int64_t>(c.fan_out, limit), c.localize},
+        {c.counts.data(), c.ranks(), c.experts()},
+        {c.domain, c.eps, std::min<int64_t>(c.fan_out, limit), c.localize, c.brief || binds},
         {placement.data(), c.ranks(), slots}, {plan.quota.data() + number * amounts, c.experts(), c.ranks()});
     plan.status = bad ? 1 : plan.status;
     for (size_t rank = 0; rank < c.ranks(); ++rank) {
@@ -68,7 +72,6 @@ Plan OnHost(const Case& c) {
 ExactCall CallOf(const Case& c, Plan* plan) {
   plan->placement.assign(c.limits.size() * c.ranks() * c.all_slots(), -7);
   plan->quota.assign(c.limits.size() * c.experts() * c.ranks(), -7);
-  const Shape shape = {c.domain, c.domain * c.home, c.home, std::min(c.slots, (c.domain - 1) * c.home)};
   return {c.counts.data(),
           c.limits.data(),
           plan->placement.data(),
@@ -78,10 +81,11 @@ ExactCall CallOf(const Case& c, Plan* plan) {
           c.num_ranks,
           c.num_ranks * c.home,
           c.home + c.slots,
-          shape,
+          c.shape(),
           c.eps,
           static_cast<int32_t>(std::min<int64_t>(c.fan_out, 1 << 20)),
           c.localize,
+          c.brief,
           c.keeps_counts};
 }
 
@@ -111,6 +115,7 @@ Case RandomCase(std::mt19937& random) {
   c.fan_out = random() % 4 == 0 ? Pick(random, 0, 3) : INT64_MAX;
   c.localize = random() % 2 == 0;
   c.keeps_counts = c.localize && random() % 2 == 0;
+  c.brief = random() % 8 == 0;
   c.counts = Skewed(random, c.num_ranks, c.home, std::pow(10, Pick(random, 0, 6)));
   if (random() % 4 == 0) c.limits = {Pick(random, 0, 2), INT32_MAX, Pick(random, -1, 4)};
   return c;
@@ -403,7 +408,8 @@ void EveryBarrierIsNeeded() {
   std::vector<Case> cases;
   for (int i = 0; i < 150; ++i) cases.push_back(RandomCase(random));
   Fibers block(1 << 20);
-  const SearchCase from_home = {{4, 12, 3, 2}, {90, 5, 3, 40, 20, 9, 1, 0, 2, 7, 30, 8}, 54, kSubsetEffort, false};
+  const SearchCase from_home = {
+      {4, 12, 3, 2}, {90, 5, 3, 40, 20, 9, 1, 0, 2, 7, 30, 8}, 54, SubsetEffort(false), false};
   const auto search = [&] { return SearchesAsOnTheHost<1>(block, from_home); };
   std::vector<std::function<bool()>> checks = {search};
   for (const Case& c : cases) {

@@ -27,6 +27,7 @@ struct ExactCall {
   double eps;
   int32_t fan_out;
   bool localize;
+  bool brief;         // of the plan
   bool keeps_counts;  // in shared memory, for `localize`
 
   MOE_LB_ANYWHERE int domains() const { return all_ranks / shape.num_ranks; }
@@ -42,6 +43,7 @@ struct ExactCall {
     one.plans = 1;
     one.shape.slots = Least(shape.slots, Most(limit, 0));
     one.fan_out = Least(fan_out, Most(limit, 0));
+    one.brief = brief || limit < Least(fan_out, shape.all_slots());
     return one;
   }
 };
@@ -107,6 +109,7 @@ inline ExactCall ExactOf(MatrixView<const int32_t> counts, View<const int32_t> l
   call.eps = options.eps;
   call.fan_out = static_cast<int32_t>(std::min<int64_t>(options.max_fan_out, INT32_MAX));
   call.localize = options.localize;
+  call.brief = options.brief;
   return call;
 }
 
