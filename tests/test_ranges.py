@@ -56,6 +56,7 @@ REFUSED = {
     "Cost.max_rows is -1; expected at least 0": lambda: Cost(max_rows=-1),
     "Cost.slot_copies is -1; expected at least 0": lambda: Cost(slot_copies=-1),
     "min_replicas is 0; expected at least 2": lambda: Cost(relays=(0, 8, 2)),
+    "Cost.num_copies is -1; expected at least 0": lambda: Cost(num_copies=-1),
     "LayerCost.num_copies is -1; expected at least 0": lambda: LayerCost(-1),
     "LayerCost.round_s is -1.0; expected a finite number, at least 0": lambda: LayerCost(1, round_s=-1.0),
     "device is 'h1000'; expected one with rates: a100": lambda: Cost(device="h1000"),

@@ -58,6 +58,11 @@ void FlowEvaluator<W>::Commit(const Swap& swap) {
 }
 
 template <size_t W>
+void FlowEvaluator<W>::Place(uint32_t expert, uint32_t rank) {
+  now_.Add(expert, rank, 0);
+}
+
+template <size_t W>
 void FlowEvaluator<W>::Compact() {
   trial_.Reset();
   for (auto entry = static_cast<uint32_t>(now_.num_experts()); entry < now_.num_entries(); ++entry) {

@@ -51,7 +51,8 @@ void Search<W>::Start(const std::vector<Replica>& start) {
     swap_slot_ = replica.rank * slots_;
     while (slot_[swap_slot_] != Swap::kNoExpert) ++swap_slot_;
     swap_ = {replica.rank, Swap::kNoExpert, replica.expert};
-    Apply();
+    evaluator_.Place(replica.expert, replica.rank);
+    Record();
   }
 }
 
@@ -133,6 +134,11 @@ uint32_t Search<W>::DrawExpert(int32_t more_than) {
 template <size_t W>
 void Search<W>::Apply() {
   evaluator_.Commit(swap_);
+  Record();
+}
+
+template <size_t W>
+void Search<W>::Record() {
   slot_[swap_slot_] = swap_.added;
   if (swap_.dropped != Swap::kNoExpert) {
     holders_[swap_.dropped].Drop(swap_.rank);

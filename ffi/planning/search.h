@@ -25,7 +25,7 @@ MOE_LB_ANYWHERE Effort SubsetEffort(bool brief) { return {brief ? 80 : 2500, 5};
 
 // The time of a step grows with the square of the ranks, so there are fewer with many ranks.
 MOE_LB_ANYWHERE Effort FlowEffort(int64_t num_ranks, bool brief) {
-  const int64_t steps = brief ? 64 : 500, ranks = brief ? 32 : 64;
+  const int64_t steps = brief ? 64 : 500, ranks = brief ? 16 : 64;
   return {num_ranks <= ranks ? steps : steps * ranks * ranks / (num_ranks * num_ranks), 64};
 }
 
@@ -61,6 +61,7 @@ class Search {
   uint32_t Draw(uint32_t count);
   uint32_t HomeOf(uint32_t expert) const { return static_cast<uint32_t>(expert / home_experts_); }
   void Apply();
+  void Record();
   void KeepBest();
 
   size_t home_experts_;

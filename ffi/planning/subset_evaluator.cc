@@ -76,6 +76,16 @@ void SubsetEvaluator::Commit(const Swap& swap) {
   FindCut();
 }
 
+void SubsetEvaluator::Place(uint32_t expert, uint32_t rank) {
+  const Swap swap = {rank, Swap::kNoExpert, expert};
+  const Change added = Added(swap);
+  const int32_t gone = added.holders | 1 << rank;
+  for (int32_t set = 0; set < static_cast<int32_t>(kSets); ++set) {
+    if ((set & gone) == added.holders) excess_[static_cast<size_t>(set)] -= added.tokens;
+  }
+  holders_[expert] |= 1 << rank;
+}
+
 void SubsetEvaluator::SetLimit(int32_t limit) {
   for (size_t set = 1; set < num_sets_; ++set) excess_[set] += size_[set] * (limit_ - limit);
   limit_ = limit;

@@ -24,6 +24,7 @@ class SubsetEvaluator : public SwapEvaluator<1> {
 
   bool Keeps(const Swap& swap, int32_t threshold) override;
   void Commit(const Swap& swap) override;
+  void Place(uint32_t expert, uint32_t rank) override;
   void SetLimit(int32_t limit) override;
   int32_t MaxLoad() override;
 

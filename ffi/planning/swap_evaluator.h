@@ -27,6 +27,9 @@ class SwapEvaluator {
   // True if no excess is above `threshold` (at least 0) after the swap.
   virtual bool Keeps(const Swap& swap, int32_t threshold) = 0;
   virtual void Commit(const Swap& swap) = 0;
+
+  // Adds a replica without a search for the cut, which SetLimit must follow.
+  virtual void Place(uint32_t expert, uint32_t rank) = 0;
   virtual void SetLimit(int32_t limit) = 0;
 
   // Returns the lowest limit kept by the placement.

@@ -30,6 +30,9 @@ LEAST_FILLED = 0.5
 RECORDED: dict[str, RecordedKernel] = {"mosaic": "Mosaic", "triton": "Triton", "hopper": "Hopper"}
 """Kernels with recorded rates, by the names in `ProductForm`."""
 
+TIME_UNDER_LIMITS = 2.0
+"""Ratio of the times of a planner under several limits and of one plan, assumed; counted cycles have 1 to 3."""
+
 SKIPS_EMPTY = ("triton", "hopper", "pallas")
 """Kernels without results of empty slots."""
 
@@ -78,7 +81,7 @@ class OperationTime:
         known = sorted(rates.planner_kernel)
         seconds = np.interp(one.planned_ranks, known, [rates.planner_kernel[ranks] for ranks in known])
         # Above the measured sizes, in proportion to the ranks, as from 32 to 64.
-        beyond = max(1.0, one.planned_ranks / known[-1])
+        beyond = max(1.0, one.planned_ranks / known[-1]) * (TIME_UNDER_LIMITS if one.under_limits else 1.0)
         return Estimate(rates.start + beyond * float(seconds), "latency")
 
     def _kernel(self, one: ScheduledOperation, i: int) -> Estimate:

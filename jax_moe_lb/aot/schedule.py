@@ -112,6 +112,7 @@ class ScheduledOperation:
     trips: int = 1  # iterations of a counted loop
     waits_for_host: bool = False  # whether the host reads the condition of a loop or branch, or the tables of copies
     planned_ranks: int = 0  # ranks of a domain of a planner that runs as a kernel; 0 for other operations
+    under_limits: bool = False  # whether this kernel plans under several limits of replicas
     body: "tuple[ScheduledOperation, ...]" = ()  # operations of a loop
 
 
@@ -259,7 +260,10 @@ class _Reader:
             # The planner starts with the counts, beside the compute stream.
             yield ScheduledOperation(name, Kind.PLANNER, stage, runs_beside=True)
         elif target.startswith("moe_lb_plan") and not target.endswith("_and_copy"):
-            yield ScheduledOperation(name, Kind.PLANNER, stage, planned_ranks=_planned_ranks(one))
+            limits = [shape for operand in computation.operands(one)[1:] for shape in operand.shapes]
+            under_limits = target.endswith("exact_kernel") and any(shape.dims[0] > 1 for shape in limits)
+            ranks = _planned_ranks(one)
+            yield ScheduledOperation(name, Kind.PLANNER, stage, planned_ranks=ranks, under_limits=under_limits)
         else:
             plans = target.startswith("moe_lb_plan")
             if plans:

@@ -20,7 +20,7 @@ from jax_moe_lb.planners.relay import check_relay
 SIZES = ("expert_bytes", "token_flops", "token_bytes", "gradient_bytes", "overlap_s")
 """Fields of `Cost` derived from the layer."""
 
-OF_LAYER = ("max_rows", "slot_copies", "round_rows", "round_s", "relays")
+OF_LAYER = ("max_rows", "slot_copies", "num_copies", "round_rows", "round_s", "relays")
 """Fields of `Cost` equal to those of the layer."""
 
 TRAINING_PASSES = 4
@@ -70,6 +70,8 @@ class Cost:
             any price. `None` (default) takes that of the layer.
         slot_copies: time of the products of a replica beyond its tokens, in token copies: kernels read its weights, and
             fill their last tile. `None` (default) takes that of the layer; 0 if it is unknown.
+        num_copies: mean load of a rank, which decides whether limits are worth planning. `None` (default) takes that of
+            the layer.
         round_rows: token copies that a rank serves in one round, at least 1. `None` (default) takes those of the layer;
             any number if they are unknown.
         round_s: seconds per round after the first beyond its token copies. `None` (default) takes those of the
@@ -109,6 +111,7 @@ class Cost:
     max_bytes: Positive | None = None
     max_rows: Natural | None = None
     slot_copies: Natural | None = None
+    num_copies: Natural | None = None
     round_rows: Count | None = None
     round_s: NonNegative | None = None
     relays: tuple[int, int, int] | None = None

@@ -19,6 +19,9 @@ from jax_moe_lb.planners.exact import Placements, Quotas
 LIMITS = (1, 2, 3, 5, 8)
 """Numbers of replicas sent and received by a rank to try, beside any number."""
 
+LEAST_SHARE = 50
+"""Inverse share of the mean load from which on the time of one replica is worth plans under limits."""
+
 PlanUnder = Callable[[Counts, Plan, tuple[int, ...]], tuple[Placements, Quotas]]
 """Planner: placements and quotas under each limit on the replicas sent and received by a rank."""
 
@@ -100,6 +103,9 @@ def weighing(
     """Return the comparison of the plans of a planner by a cost."""
     any_number = plan.domain * (plan.slots - plan.num_home)
     most = any_number if max_fan_out is None else min(any_number, max_fan_out)
-    limits = (*(limit for limit in LIMITS if limit < most), most)
+    scale = cost.scale(topology, plan.domain, any_number)
+    # With cheaper replicas a limit saves less than the longer time of the planner.
+    is_cheap = LEAST_SHARE * (int(scale.table[1]) + scale.one_copy) < (cost.num_copies or 0)
+    limits = (*(limit for limit in LIMITS if limit < most and not is_cheap), most)
     max_rows = None if cost.max_rows is None else min(cost.max_rows, INT32_MAX)
-    return Weighing(planned, limits, cost.scale(topology, plan.domain, any_number), max_rows, in_kernel)
+    return Weighing(planned, limits, scale, max_rows, in_kernel)

@@ -10,7 +10,7 @@ from jax_moe_lb import Buffers, Topology, exact
 from jax_moe_lb.aot import LayerLoad, LayerSizes, Target, counts_of
 from jax_moe_lb.aot.execution_counts import Launches
 from jax_moe_lb.aot.flops import ProductForm
-from jax_moe_lb.aot.operation_time import OperationTime
+from jax_moe_lb.aot.operation_time import TIME_UNDER_LIMITS, OperationTime
 from jax_moe_lb.aot.schedule import PEER_COPIES, ExchangeShape, Kind, Loop, ScheduledOperation
 from jax_moe_lb.aot.timeline import COMPUTE, ENGINES, EXCHANGES, timeline
 from jax_moe_lb.collectives.exchange_paths import ExchangePath
@@ -32,10 +32,13 @@ def spans(found, name):
 
 def test_a_planner_beyond_the_measured_ranks_takes_time_in_proportion():
     estimator = OperationTime(TARGET)
-    planners = (replace(ONE["planned"], planned_ranks=ranks) for ranks in (64, 128))
-    few, many = (estimator.of(planner, 0).seconds - RATES.start for planner in planners)
+    changes = ({"planned_ranks": 64}, {"planned_ranks": 128}, {"planned_ranks": 64, "under_limits": True})
+    few, many, limited = (
+        estimator.of(replace(ONE["planned"], **change), 0).seconds - RATES.start for change in changes
+    )
     assert few == pytest.approx(RATES.planner_kernel[64])
     assert many == pytest.approx(2 * few)
+    assert limited == pytest.approx(TIME_UNDER_LIMITS * few)
 
 
 def test_an_exchange_beside_work_is_hidden():

@@ -43,7 +43,7 @@ def test_what_is_left_to_the_layer_is_derived_from_its_sizes():
     chain = Chain((UltraEP(), Exact(cost=Cost()), UltraEP(min_tokens=3), Exact())).sized(sizes)
     first, second, third, fourth = chain.balancers
     assert (first.min_tokens, third.min_tokens, fourth) == (100, 3, Exact())
-    assert second.cost == Cost(expert_bytes=400.0, token_flops=28.0, gradient_bytes=200.0)
+    assert second.cost == Cost(expert_bytes=400.0, token_flops=28.0, gradient_bytes=200.0, num_copies=6400)
     counts = np.ones((2, 2), np.int32)
     with pytest.raises(ValueError, match=r"Cost.token_flops is None; expected a number outside a layer"):
         Exact(cost=Cost()).rebalance(counts, plain_plan(counts, Topology.flat(2), 2), Topology.flat(2), ())

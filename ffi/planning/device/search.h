@@ -49,9 +49,13 @@ class Subsets {
   }
 
   MOE_LB_DEVICE void Commit(const SlotSwap& swap) {
+    Place(swap);
+    FindCut();
+  }
+
+  MOE_LB_DEVICE void Place(const SlotSwap& swap) {
     const Change change = Of(swap);
     for (int i = 0; i < kMine; ++i) excess_[i] = change.At(i * kLanes + t_.lane(), excess_[i]);
-    FindCut();
   }
 
   MOE_LB_DEVICE void SetLimit(int32_t limit) {
@@ -136,8 +140,6 @@ class FlowSwaps {
       flow.order[i] = static_cast<uint16_t>(i);
     }
     t.SyncWarp();
-    flow.FindAllNeighbours(t);
-    FindCut();
   }
 
   MOE_LB_DEVICE bool Keeps(const SlotSwap& swap, int32_t threshold) {
@@ -151,6 +153,11 @@ class FlowSwaps {
   MOE_LB_DEVICE void Commit(const SlotSwap& swap) {
     Apply(swap.slot, swap.dropped, swap.added);
     FindCut();
+  }
+
+  // MaxLoad must follow: it finds the neighbours.
+  MOE_LB_DEVICE void Place(const SlotSwap& swap) {
+    if (t_.lane() == 0) flow_.Put(swap.added, swap.slot, 0);
   }
 
   MOE_LB_DEVICE void SetLimit(int32_t limit) {
@@ -282,7 +289,9 @@ class Searcher {
   MOE_LB_DEVICE void Begin(Evaluator& evaluator, const Flow<T, W>& start) {
     for (int i = 0; i < start.num_entries; ++i) {
       const int taken = start.slot_of[i];
-      Apply(evaluator, {start.RankOf(taken), FirstEmpty(start.RankOf(taken)), kNoExpert, start.expert[taken]});
+      const SlotSwap swap = {start.RankOf(taken), FirstEmpty(start.RankOf(taken)), kNoExpert, start.expert[taken]};
+      evaluator.Place(swap);
+      Record(swap);
     }
   }
 
@@ -378,6 +387,10 @@ class Searcher {
   template <typename Evaluator>
   MOE_LB_DEVICE void Apply(Evaluator& evaluator, const SlotSwap& swap) {
     evaluator.Commit(swap);
+    Record(swap);
+  }
+
+  MOE_LB_DEVICE void Record(const SlotSwap& swap) {
     t_.SyncWarp();  // all have read
     if (t_.lane() == 0) {
       const uint32_t bit = 1u << (swap.rank % kLanes);
