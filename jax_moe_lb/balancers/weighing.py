@@ -16,7 +16,7 @@ from jax_moe_lb.core.types import AnyArray, Counts, Placement, Quota, namespace
 from jax_moe_lb.planners.base import is_on_host
 from jax_moe_lb.planners.exact import Placements, Quotas
 
-LIMITS = (1, 2, 3, 5, 8)
+LIMITS = (1, 2, 3, 5, 8, 13, 21)
 """Numbers of replicas sent and received by a rank to try, beside any number."""
 
 LEAST_SHARE = 50
