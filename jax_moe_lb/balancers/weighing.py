@@ -8,7 +8,6 @@ import numpy as np
 from jaxtyping import Int
 
 from jax_moe_lb.balancers.cost import Cost, TimeScale, lowest_max_load, moved_copies, received
-from jax_moe_lb.core.custom_calls import by_platform
 from jax_moe_lb.core.native_planner import alike
 from jax_moe_lb.core.plan import BoolScalar, IntScalar, Plan, load
 from jax_moe_lb.core.topology import INT32_MAX, Topology
@@ -41,19 +40,13 @@ class Weighing:
         if is_on_host(counts, plan.placement, plan.quota):
             return self._fastest_of_all(counts, plan) if self._may_pay(counts, plan) else plan
         # Compared plans must vary over the same mesh axes.
-        operands = alike(counts, plan.placement, plan.quota)
-
-        def selected(counts: Counts, placement: Placement, quota: Quota) -> Plan:
-            return self._fastest_of_all(counts, replace(plan, placement=placement, quota=quota))
-
-        def if_it_may_pay(counts: Counts, placement: Placement, quota: Quota) -> Plan:
-            old = replace(plan, placement=placement, quota=quota)
-            # All ranks take the same branch: counts and plan are equal on all ranks, and times are integers.
-            return jax.lax.cond(self._may_pay(counts, old), lambda: self._fastest_of_all(counts, old), lambda: old)
-
-        # A branch would wait for the host of a GPU, and the kernel takes less than that.
-        kernel = selected if self.in_kernel else None
-        return by_platform(*operands, native=if_it_may_pay, reference=if_it_may_pay, cuda=kernel)
+        counts, placement, quota = alike(counts, plan.placement, plan.quota)
+        plan = replace(plan, placement=placement, quota=quota)
+        if self.in_kernel:
+            # A branch would wait for the host of a GPU, and the kernel takes less than that.
+            return self._fastest_of_all(counts, plan)
+        # All ranks take the same branch: counts and plan are equal on all ranks, and times are integers.
+        return jax.lax.cond(self._may_pay(counts, plan), lambda: self._fastest_of_all(counts, plan), lambda: plan)
 
     def time(self, plan: Plan) -> IntScalar:
         """Return the time of a plan."""

@@ -69,9 +69,11 @@ def exact_plans(
         "localize": localize,
     }
     one_by_one: Callable = partial(_one_by_one, reference=_from_host if call_host else _in_jax, **options)
-    if is_on_host(counts) or not fits_kernel(counts.shape, num_slots, domain, eps, localize):
+    if is_on_host(counts):
         return one_by_one(counts)
-    return by_platform(*alike(counts), native=one_by_one, reference=one_by_one, cuda=partial(_in_kernel, **options))
+    kernel = partial(_in_kernel, **options) if fits_kernel(counts.shape, num_slots, domain, eps, localize) else None
+    # A program in jnp has a search for each plan, so it has every second one.
+    return by_platform(*alike(counts), native=one_by_one, reference=partial(one_by_one, every=2), cuda=kernel)
 
 
 def _one_by_one(
@@ -82,12 +84,18 @@ def _one_by_one(
     num_slots: int,
     domain: int,
     max_fan_out: int,
+    every: int = 1,
     **options: Any,
 ) -> tuple[Placements, Quotas]:
-    (num_ranks, num_experts), placements, quotas, xp = counts.shape, [], [], namespace(counts)
+    (num_ranks, num_experts), xp = counts.shape, namespace(counts)
+    placements, quotas = list[Placement](), list[Quota]()
     home = num_experts // num_ranks
     most = min(max_fan_out, domain * min(num_slots - home, (domain - 1) * home))
-    for limit in limits:
+    for number, limit in enumerate(limits):
+        if number % every and limit != limits[-1]:  # a plan under a lower limit is one under this limit
+            placements.append(placements[-1])
+            quotas.append(quotas[-1])
+            continue
         slots = min(num_slots, home + limit)
         placement, quota = run_planner(
             "exact",
