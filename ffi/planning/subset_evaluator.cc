@@ -62,6 +62,11 @@ bool SubsetEvaluator::Keeps(const Swap& swap, int32_t threshold) {
 }
 
 void SubsetEvaluator::Commit(const Swap& swap) {
+  Apply(swap);
+  FindCut();
+}
+
+void SubsetEvaluator::Apply(const Swap& swap) {
   const Change dropped = Dropped(swap);
   const Change added = Added(swap);
   const int32_t back = dropped.holders | 1 << swap.rank;
@@ -73,18 +78,9 @@ void SubsetEvaluator::Commit(const Swap& swap) {
   }
   if (swap.dropped != Swap::kNoExpert) holders_[swap.dropped] &= ~(1 << swap.rank);
   holders_[swap.added] |= 1 << swap.rank;
-  FindCut();
 }
 
-void SubsetEvaluator::Place(uint32_t expert, uint32_t rank) {
-  const Swap swap = {rank, Swap::kNoExpert, expert};
-  const Change added = Added(swap);
-  const int32_t gone = added.holders | 1 << rank;
-  for (int32_t set = 0; set < static_cast<int32_t>(kSets); ++set) {
-    if ((set & gone) == added.holders) excess_[static_cast<size_t>(set)] -= added.tokens;
-  }
-  holders_[expert] |= 1 << rank;
-}
+void SubsetEvaluator::Place(uint32_t expert, uint32_t rank) { Apply({rank, Swap::kNoExpert, expert}); }
 
 void SubsetEvaluator::SetLimit(int32_t limit) {
   for (size_t set = 1; set < num_sets_; ++set) excess_[set] += size_[set] * (limit_ - limit);

@@ -38,6 +38,7 @@ class SubsetEvaluator : public SwapEvaluator<1> {
   };
   Change Dropped(const Swap& swap) const;
   Change Added(const Swap& swap) const;
+  void Apply(const Swap& swap);  // without the cut
   void FindCut();
 
   size_t num_sets_;

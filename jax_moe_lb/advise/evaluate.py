@@ -203,7 +203,7 @@ class Evaluator:
         flows = [*work.gather, *(work.gather * (step.backward and work.gather_again))]
         flows += work.gather_home if step.backward else ()
         planner_s = 0.0
-        # Tokens wait for the planner if it runs at any load, unless those of a first wave are served beside it.
+        # Tokens wait for the planner, unless those of a first wave are served beside it.
         if needs_counts(one.system.balancer) and not one.system.dispatch.cost().passes_home:
             group = self.cluster.topology(one.migration.group_sizes(self.cluster))
             sizes_of_plan = group.num_ranks, group.ranks_per_domain, model.experts

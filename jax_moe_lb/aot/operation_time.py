@@ -31,7 +31,7 @@ RECORDED: dict[str, RecordedKernel] = {"mosaic": "Mosaic", "triton": "Triton", "
 """Kernels with recorded rates, by the names in `ProductForm`."""
 
 TIME_UNDER_LIMITS = 2.0
-"""Ratio of the times of a planner under several limits and of one plan, assumed; counted cycles have 1 to 3."""
+"""Ratio of the times of a planner under several limits and of one plan, assumed from `benchmarks.plans limits`."""
 
 SKIPS_EMPTY = ("triton", "hopper", "pallas")
 """Kernels without results of empty slots."""

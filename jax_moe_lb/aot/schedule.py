@@ -260,10 +260,8 @@ class _Reader:
             # The planner starts with the counts, beside the compute stream.
             yield ScheduledOperation(name, Kind.PLANNER, stage, runs_beside=True)
         elif target.startswith("moe_lb_plan") and not target.endswith("_and_copy"):
-            limits = [shape for operand in computation.operands(one)[1:] for shape in operand.shapes]
-            under_limits = target.endswith("exact_kernel") and any(shape.dims[0] > 1 for shape in limits)
-            ranks = _planned_ranks(one)
-            yield ScheduledOperation(name, Kind.PLANNER, stage, planned_ranks=ranks, under_limits=under_limits)
+            ranks, limited = _planned_ranks(one), _plans_under_limits(computation, one)
+            yield ScheduledOperation(name, Kind.PLANNER, stage, planned_ranks=ranks, under_limits=limited)
         else:
             plans = target.startswith("moe_lb_plan")
             if plans:
@@ -318,6 +316,12 @@ def _planned_ranks(planner: Instruction) -> int:
         return 0
     found = re.search(r"\bdomain = (\d+)", planner.attributes)
     return int(found[1]) if found else 1
+
+
+def _plans_under_limits(computation: Computation, planner: Instruction) -> bool:
+    """Return whether a kernel of `exact` has several limits, the operand after the counts."""
+    limits = computation.operands(planner)[1:] if planner.target.endswith("exact_kernel") else ()
+    return any(shape.dims[0] > 1 for one in limits for shape in one.shapes)
 
 
 def _copied(computation: Computation, one: Instruction) -> ExchangeShape:

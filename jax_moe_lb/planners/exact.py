@@ -19,7 +19,6 @@ from jax_moe_lb.planners.base import is_on_host, kernel_check, plan_call, plan_o
 UNBOUNDED = 2**63 - 1
 """Value of `max_fan_out` without a limit, the int64 maximum: the custom call takes no `None`."""
 
-
 Placements = Int[AnyArray, "N R S"]  # of plans under several limits
 Quotas = Int[AnyArray, "N E R"]
 
@@ -90,7 +89,8 @@ def _one_by_one(
     (num_ranks, num_experts), xp = counts.shape, namespace(counts)
     placements, quotas = list[Placement](), list[Quota]()
     home = num_experts // num_ranks
-    most = min(max_fan_out, domain * min(num_slots - home, (domain - 1) * home))
+    # As `ExactCall::Only` of the kernel.
+    max_replicas = min(max_fan_out, domain * min(num_slots - home, (domain - 1) * home))
     for number, limit in enumerate(limits):
         if number % every and limit != limits[-1]:  # a plan under a lower limit is one under this limit
             placements.append(placements[-1])
@@ -106,7 +106,7 @@ def _one_by_one(
             host_options={"num_slots": slots},
             domain=domain,
             max_fan_out=min(max_fan_out, limit),
-            brief=limit < most,
+            brief=limit < max_replicas,
             **options,
         )
         placements.append(xp.pad(placement, ((0, 0), (0, num_slots - slots)), constant_values=-1))

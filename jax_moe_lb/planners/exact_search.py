@@ -138,9 +138,9 @@ def lowest(tokens: Int[Array, "L M"], slots: int, max_fan_out: int, margin: floa
     generations = max(4, STEPS // (num_ranks * slots)) if margin is None else BRIEFLY
     # The timeline of a compiled program finds these loops by their scope.
     with jax.named_scope("missed_mean"):
-        s = replace(s, low=mean, turn=0 * mean)
         if margin is None:
             # A loop of one step at most: under `vmap`, a condition would run both branches for all domains.
+            s = replace(s, low=mean, turn=0 * mean)
             s = jax.lax.while_loop(
                 lambda s: (s.high > mean) & (s.turn < 1), lambda s: _start_from_others(s, tokens, slots, max_fan_out), s
             )

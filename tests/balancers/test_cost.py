@@ -16,7 +16,6 @@ from jax_moe_lb.balancers.cost import (
     slowest_bytes_per_s,
 )
 from jax_moe_lb.core import Level, check_plan, load, plain_plan, traffic
-from jax_moe_lb.planners.exact import fits_kernel
 from jax_moe_lb.sim import Cluster, Links, ModelShape
 from jax_moe_lb.sim.work import layer_facts
 from jax_moe_lb.transport import Relay
@@ -198,9 +197,12 @@ MIXTRAL = LayerCost(8192, 352_321_536, 352_321_536, 8192, 352_321_536, slot_copi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("hot", "pays"), [(1.0, False), (1.2, False), (1.25, True), (2.0, True), (3.0, True)])
-def test_by_the_rates_of_the_device_a_plan_is_kept_only_if_it_saves_time(hot, pays):
-    """The decision is a selection on integers, equal on the host and in a program, on GPUs without branches."""
+@pytest.mark.parametrize(
+    ("hot", "pays"), [(1.0, False), (1.1, False), (1.2, False), (1.25, True), (1.3, True), (2.0, True), (3.0, True)]
+)
+def test_by_the_rates_of_the_device_a_plan_is_kept_only_if_it_saves_time(hot, pays, monkeypatch):
+    """The decision is a selection on integers, equal on the host and in one program without branches."""
+    monkeypatch.setattr(balancers.exact, "fits_kernel", lambda *_: True)
     loads = np.array([hot, *[(8 - hot) / 7] * 7]) * 8192
     counts = np.tile(np.rint(loads / 8).astype(np.int32), (8, 1))
     topology, balancer = Topology((Level("gpu", 8),), 8), exact().balancer.sized(MIXTRAL)
@@ -210,10 +212,7 @@ def test_by_the_rates_of_the_device_a_plan_is_kept_only_if_it_saves_time(hot, pa
     assert (load(plan).max() < load(start).max()) == pays
     program = jax.jit(lambda counts: balancer.rebalance(counts, plain_plan(counts, topology, 3), topology, ())[0])
     np.testing.assert_array_equal(program(jnp.asarray(counts)).quota, plan.quota)
-    if fits_kernel((8, 8), 3, 8, 0.01, True):
-        lowered = program.trace(jnp.asarray(counts)).lower(lowering_platforms=("cuda",)).as_text()
-        assert "stablehlo.case" not in lowered
-        assert "stablehlo.if" not in lowered
+    assert "conditional" not in program.lower(jnp.asarray(counts)).as_text("hlo")
     # A load above the rows of a rank is balanced at any price, and one above those of a round at that of a round.
     for change in ({"max_rows": 8602}, {"round_rows": 8602, "round_s": 0.02}):
         few = exact().balancer.sized(dataclasses.replace(MIXTRAL, **change))
