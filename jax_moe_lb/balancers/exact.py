@@ -30,8 +30,8 @@ class Exact(Balancer):
 
     With a `cost`, it plans under several limits on the replicas of a rank, and keeps the plan with the least time, or
     the old plan. The decision holds for all domains together, because a layer takes as long as its slowest rank. A
-    kernel of NVIDIA GPUs makes all plans at once, and a selection keeps one, so that the program has no branch for the
-    host to evaluate. Without this kernel the planner does not run if no plan could save time.
+    kernel of NVIDIA GPUs makes all plans at once, and a selection keeps one, without a branch. Outside of CUDA graphs
+    the host would evaluate it. Without this kernel the planner does not run if no plan could save time.
 
     On CPUs and NVIDIA GPUs with custom calls, the planner runs in C++; GPUs run it as a kernel if a domain has at most
     128 ranks and fits into shared memory. On other platforms, such as TPU, a different search in jnp runs in the jitted

@@ -43,7 +43,7 @@ class Weighing:
         counts, placement, quota = alike(counts, plan.placement, plan.quota)
         plan = replace(plan, placement=placement, quota=quota)
         if self.in_kernel:
-            # A branch would wait for the host of a GPU, and the kernel takes less than that.
+            # Outside of CUDA graphs a branch waits for the host, and the kernel takes less than that.
             return self._fastest_of_all(counts, plan)
         # All ranks take the same branch: counts and plan are equal on all ranks, and times are integers.
         return jax.lax.cond(self._may_pay(counts, plan), lambda: self._fastest_of_all(counts, plan), lambda: plan)
